@@ -1,3 +1,41 @@
-"""A pure-Python continuous-batching scheduler core: sequences, paged KV blocks, exact prefix caching."""
+"""A pure-Python continuous-batching scheduler core.
+
+Sequences, paged KV blocks with an exact prefix cache, policies, and a `Scheduler` that turns
+requests and sampled tokens into step plans. It needs no torch and no GPU.
+"""
+
+from nv_core.block_manager import BlockManager
+from nv_core.config import SchedulerConfig
+from nv_core.errors import CapacityError, ConfigError, NvError, RequestError, SchedulingError
+from nv_core.plan import ScheduledSequence, StepPlan
+from nv_core.policies import Mixed, Policy, PrefillFirst
+from nv_core.sampling_params import SamplingParams
+from nv_core.scheduler import Explanation, Scheduler, StepEvents
+from nv_core.sequence import FinishReason, Sequence, SequenceStatus, WaitReason
+from nv_core.step import Step
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "BlockManager",
+    "CapacityError",
+    "ConfigError",
+    "Explanation",
+    "FinishReason",
+    "Mixed",
+    "NvError",
+    "Policy",
+    "PrefillFirst",
+    "RequestError",
+    "SamplingParams",
+    "ScheduledSequence",
+    "Scheduler",
+    "SchedulerConfig",
+    "SchedulingError",
+    "Sequence",
+    "SequenceStatus",
+    "Step",
+    "StepEvents",
+    "StepPlan",
+    "WaitReason",
+]

@@ -1,0 +1,88 @@
+"""BlockKeys: the packed tokens and the chained hash of a sequence's full blocks.
+
+A key depends on content alone, so it is made once in a sequence's life: when the prompt
+arrives, and when an output fills a block. Nothing here knows of pools or requests.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+
+import xxhash
+
+BlockHasher = Callable[[bytes, int], int]
+"""Hashes one block: (its tokens, four bytes each; the hash of the block before it) -> hash."""
+
+ROOT_HASH = 0
+"""Stands for "the block before" of a first block."""
+
+default_block_hasher: BlockHasher = xxhash.xxh64_intdigest
+"""64-bit xxHash with the parent's hash as the seed: the fastest chaining that we measured.
+
+It is not collision-proof, and need not be: the block manager verifies every hit.
+"""
+
+
+def pack_tokens(token_ids: list[int]) -> bytes:
+    """Packs token ids into four bytes each.
+
+    Raises:
+        OverflowError: An id is negative or does not fit 32 bits.
+        TypeError: An id is not an integer.
+    """
+    return array("I", token_ids).tobytes()
+
+
+class BlockKeys:
+    """Keys of the full blocks of one growing list of tokens.
+
+    Attributes:
+        packed: Each full block's tokens, four bytes each.
+        hashes: Each full block's hash, chained through all blocks before it.
+    """
+
+    __slots__ = ("_block_bytes", "_block_size", "_hash_block", "hashes", "packed")
+
+    def __init__(self, block_size: int, hash_block: BlockHasher) -> None:
+        """Makes the keys of no tokens.
+
+        Args:
+            block_size: Tokens per block.
+            hash_block: The chained hash.
+        """
+        self._block_size = block_size
+        self._block_bytes = 4 * block_size
+        self._hash_block = hash_block
+        self.packed: list[bytes] = []
+        self.hashes: list[int] = []
+
+    def extend_packed(self, packed_tokens: bytes) -> None:
+        """Adds the full blocks of a prompt that was packed in one go.
+
+        Args:
+            packed_tokens: All tokens from the first on, four bytes each; a partial block at the
+                end is left for `extend`.
+        """
+        step, hash_block = self._block_bytes, self._hash_block
+        packed, hashes = self.packed, self.hashes
+        parent = hashes[-1] if hashes else ROOT_HASH
+        last_start = len(packed_tokens) - step
+        for start in range(len(packed) * step, last_start + 1, step):
+            block = packed_tokens[start : start + step]
+            parent = hash_block(block, parent)
+            packed.append(block)
+            hashes.append(parent)
+
+    def extend(self, token_ids: list[int]) -> None:
+        """Adds the blocks that have become full since the last call.
+
+        Args:
+            token_ids: All tokens from the first on.
+        """
+        size = self._block_size
+        for start in range(len(self.packed) * size, len(token_ids) - size + 1, size):
+            block = pack_tokens(token_ids[start : start + size])
+            parent = self.hashes[-1] if self.hashes else ROOT_HASH
+            self.packed.append(block)
+            self.hashes.append(self._hash_block(block, parent))

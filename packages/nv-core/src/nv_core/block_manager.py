@@ -1,0 +1,338 @@
+"""BlockManager: who owns which KV block, and which blocks hold which prefix.
+
+It knows block ids and packed tokens; it knows nothing of requests, budgets or devices.
+
+Every block is either used (`ref_count > 0`) or on the free list. The free list is also the
+cache: a freed block keeps its content, and its place in the prefix index, until it is handed
+out again. Blocks are handed out in id order at first, then least recently freed first.
+
+The prefix index is exact. Each full block that has been computed is filed under a
+`CachedPrefix`: its own tokens together with the `CachedPrefix` before it. The chained 64-bit
+hash only finds candidates; a hit requires that the tokens are equal and that the parent is the
+very object already verified, so equal hashes of different content can never select a block
+(64-bit xxHash collisions can be built on purpose). Copies of the same content share one
+`CachedPrefix`, also when one copy was dropped and computed again, so a parent that comes back
+finds its children.
+
+Cost: O(1) a block for every operation, whatever the size of the pool. The free list is a
+doubly linked list in two plain lists, since taking a hit out of its middle must not search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
+
+from nv_core.block_hash import BlockKeys
+from nv_core.errors import SchedulingError
+
+
+class CachedPrefix:
+    """The content of a prefix that ends at a block boundary.
+
+    Attributes:
+        hash: Chained hash of the content.
+        parent: The content of all blocks but the last; None for a first block.
+        tokens: The last block's tokens, four bytes each.
+        block_id: The newest block that holds it; None while no block does.
+        older_block_ids: Further blocks that hold it, newest last; None if there are none.
+        num_children: How many indexed prefixes have this one as their parent.
+        next_in_bucket: The next prefix with the same hash.
+    """
+
+    __slots__ = (
+        "block_id",
+        "hash",
+        "next_in_bucket",
+        "num_children",
+        "older_block_ids",
+        "parent",
+        "tokens",
+    )
+
+    def __init__(self, content_hash: int, parent: CachedPrefix | None, tokens: bytes) -> None:
+        """Makes a prefix that no block holds yet."""
+        self.hash = content_hash
+        self.parent = parent
+        self.tokens = tokens
+        self.block_id: int | None = None
+        self.older_block_ids: list[int] | None = None
+        self.num_children = 0
+        self.next_in_bucket: CachedPrefix | None = None
+
+    def block_ids(self) -> list[int]:
+        """All blocks that hold this content, oldest first."""
+        older = self.older_block_ids or []
+        return older if self.block_id is None else [*older, self.block_id]
+
+
+class BlockManager:
+    """The pool of KV blocks and its prefix index.
+
+    Attributes:
+        num_blocks: Size of the pool.
+        block_size: Tokens per block.
+        num_free_blocks: Blocks that can be handed out now, those with cached content included.
+        num_cached_blocks: Blocks, free or used, that the prefix index can find.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, *, keep_copies: bool = True) -> None:
+        """Makes a pool in which every block is free and empty.
+
+        Args:
+            num_blocks: Size of the pool.
+            block_size: Tokens per block.
+            keep_copies: Whether every block of equal content can be found. If false, only the
+                newest can, and the content is lost with that one (as in nano-vLLM).
+        """
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.num_free_blocks = num_blocks
+        self.num_cached_blocks = 0
+        self._keep_copies = keep_copies
+        self._ref_counts = [0] * num_blocks
+        self._prefix_of: list[CachedPrefix | None] = [None] * num_blocks
+        # The linked free list; index `num_blocks` is the sentinel that stands before the head
+        # and after the tail. The id objects are shared between all lists to save memory.
+        ids = list(range(num_blocks + 1))
+        self._sentinel = num_blocks
+        self._next = [*ids[1:], ids[0]] if num_blocks else [0]
+        self._prev = [ids[num_blocks], *ids[:num_blocks]]
+        self._index: dict[int, CachedPrefix] = {}
+
+    def match(self, keys: BlockKeys, max_blocks: int) -> list[CachedPrefix]:
+        """Finds the longest run of leading blocks that the cache holds; changes nothing.
+
+        Args:
+            keys: Keys of the sequence's full blocks.
+            max_blocks: Looks at no more than this many.
+
+        Returns:
+            The prefixes found, one per block.
+        """
+        found: list[CachedPrefix] = []
+        parent: CachedPrefix | None = None
+        index = self._index
+        for content_hash, tokens in zip(keys.hashes[:max_blocks], keys.packed, strict=False):
+            prefix = index.get(content_hash)
+            while prefix is not None and (prefix.parent is not parent or prefix.tokens != tokens):
+                prefix = prefix.next_in_bucket
+            if prefix is None or prefix.block_id is None:
+                break
+            found.append(prefix)
+            parent = prefix
+        return found
+
+    def num_blocks_taken_by(self, prefixes: Iterable[CachedPrefix]) -> int:
+        """How many free blocks `acquire(prefixes)` would take off the free list."""
+        refs = self._ref_counts
+        return sum(1 for prefix in prefixes if refs[_held(prefix)] == 0)
+
+    def acquire(self, prefixes: Iterable[CachedPrefix]) -> list[int]:
+        """Takes one more reference to the block of each prefix; returns the block ids."""
+        refs, next_, prev = self._ref_counts, self._next, self._prev
+        block_ids = []
+        for prefix in prefixes:
+            block_id = _held(prefix)
+            if refs[block_id] == 0:
+                before, after = prev[block_id], next_[block_id]
+                next_[before] = after
+                prev[after] = before
+                self.num_free_blocks -= 1
+            refs[block_id] += 1
+            block_ids.append(block_id)
+        return block_ids
+
+    def allocate(self, count: int) -> list[int]:
+        """Hands out `count` blocks, least recently freed first, and forgets what they held.
+
+        Raises:
+            SchedulingError: Fewer than `count` blocks are free; nothing is changed.
+        """
+        if count > self.num_free_blocks:
+            raise SchedulingError(
+                f"{count} blocks asked for, {self.num_free_blocks} of {self.num_blocks} are free"
+            )
+        next_, refs, prefix_of = self._next, self._ref_counts, self._prefix_of
+        block_ids = []
+        block_id = next_[self._sentinel]
+        for _ in range(count):
+            block_ids.append(block_id)
+            refs[block_id] = 1
+            if prefix_of[block_id] is not None:
+                self._forget(block_id)
+            block_id = next_[block_id]
+        next_[self._sentinel] = block_id
+        self._prev[block_id] = self._sentinel
+        self.num_free_blocks -= count
+        return block_ids
+
+    def release(self, block_table: Seq[int]) -> None:
+        """Gives back one reference to each block of a table, the last block first.
+
+        The tail goes first so that it is also reused first: a prefix without its tail is
+        useful, a tail without its prefix is not. Contents stay findable until then.
+        """
+        refs, next_, prev = self._ref_counts, self._next, self._prev
+        sentinel = self._sentinel
+        tail = prev[sentinel]
+        for block_id in reversed(block_table):
+            refs[block_id] -= 1
+            if refs[block_id] == 0:
+                next_[tail] = block_id
+                prev[block_id] = tail
+                tail = block_id
+                self.num_free_blocks += 1
+        next_[tail] = sentinel
+        prev[sentinel] = tail
+
+    def publish(
+        self, block_id: int, keys: BlockKeys, position: int, parent: CachedPrefix | None
+    ) -> CachedPrefix:
+        """Files a used, full and completely computed block under its content.
+
+        Args:
+            block_id: The block; it must not be published already.
+            keys: Keys of the sequence that computed it.
+            position: The block's place in that sequence.
+            parent: The content before it, as returned when that was published or matched; None
+                at position 0.
+
+        Returns:
+            The content's entry, the parent of the next block.
+        """
+        content_hash, tokens = keys.hashes[position], keys.packed[position]
+        prefix = self._index.get(content_hash)
+        while prefix is not None and (prefix.parent is not parent or prefix.tokens != tokens):
+            prefix = prefix.next_in_bucket
+        if prefix is None:
+            prefix = CachedPrefix(content_hash, parent, tokens)
+            prefix.next_in_bucket = self._index.get(content_hash)
+            self._index[content_hash] = prefix
+            if parent is not None:
+                parent.num_children += 1
+        elif prefix.block_id is not None:
+            if self._keep_copies:
+                if prefix.older_block_ids is None:
+                    prefix.older_block_ids = []
+                prefix.older_block_ids.append(prefix.block_id)
+            else:
+                self._prefix_of[prefix.block_id] = None
+                self.num_cached_blocks -= 1
+        prefix.block_id = block_id
+        self._prefix_of[block_id] = prefix
+        self.num_cached_blocks += 1
+        return prefix
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets the content of every block; used blocks stay used."""
+        self._index.clear()
+        self._prefix_of = [None] * self.num_blocks
+        self.num_cached_blocks = 0
+
+    def ref_count(self, block_id: int) -> int:
+        """How many block tables hold the block."""
+        return self._ref_counts[block_id]
+
+    def free_block_ids(self) -> list[int]:
+        """All free blocks in the order in which they would be handed out; O(free blocks)."""
+        block_ids = []
+        block_id = self._next[self._sentinel]
+        while block_id != self._sentinel:
+            block_ids.append(block_id)
+            block_id = self._next[block_id]
+        return block_ids
+
+    def check_invariants(self, block_tables: Iterable[Seq[int]]) -> None:
+        """Recounts everything from the block tables of all sequences; O(pool), for tests.
+
+        Raises:
+            SchedulingError: A count, a link or an index entry contradicts another.
+        """
+        expected = [0] * self.num_blocks
+        for table in block_tables:
+            for block_id in table:
+                expected[block_id] += 1
+        _require(expected == self._ref_counts, "reference counts differ from the block tables")
+        free = self.free_block_ids()
+        _require(len(free) == self.num_free_blocks, "num_free_blocks differs from the free list")
+        unused = [b for b in range(self.num_blocks) if expected[b] == 0]
+        _require(sorted(free) == unused, "the free list differs from the unused blocks")
+        _require(
+            all(self._prev[self._next[b]] == b for b in [*free, self._sentinel]),
+            "the free list's links disagree",
+        )
+        self._check_index()
+
+    def _check_index(self) -> None:
+        num_children: dict[int, int] = {}
+        holders: dict[int, CachedPrefix] = {}
+        entries = [p for head in self._index.values() for p in _bucket(head)]
+        for prefix in entries:
+            if prefix.parent is not None:
+                key = id(prefix.parent)
+                num_children[key] = num_children.get(key, 0) + 1
+            for block_id in prefix.block_ids():
+                _require(block_id not in holders, f"block {block_id} holds two contents")
+                holders[block_id] = prefix
+        for prefix in entries:
+            children = num_children.get(id(prefix), 0)
+            _require(prefix.num_children == children, "a prefix miscounts its children")
+            _require(
+                prefix.block_id is not None or (children > 0 and not prefix.older_block_ids),
+                "the index keeps a prefix that nothing needs",
+            )
+        for block_id, held in enumerate(self._prefix_of):
+            _require(holders.get(block_id) is held, f"block {block_id} is filed wrongly")
+        _require(len(holders) == self.num_cached_blocks, "num_cached_blocks is wrong")
+
+    def _forget(self, block_id: int) -> None:
+        """Takes a block out of the index, and every entry that nothing needs any more."""
+        prefix = self._prefix_of[block_id]
+        self._prefix_of[block_id] = None
+        if prefix is None:
+            return
+        self.num_cached_blocks -= 1
+        older = prefix.older_block_ids
+        if prefix.block_id == block_id:
+            prefix.block_id = older.pop() if older else None
+        elif older:
+            older.remove(block_id)
+        node: CachedPrefix | None = prefix
+        while node is not None and node.block_id is None and node.num_children == 0:
+            self._unlink(node)
+            node = node.parent
+            if node is not None:
+                node.num_children -= 1
+
+    def _unlink(self, prefix: CachedPrefix) -> None:
+        head = self._index[prefix.hash]
+        if head is prefix:
+            if prefix.next_in_bucket is None:
+                del self._index[prefix.hash]
+            else:
+                self._index[prefix.hash] = prefix.next_in_bucket
+            return
+        while head.next_in_bucket is not prefix:
+            if head.next_in_bucket is None:
+                raise SchedulingError("a prefix is missing from its bucket")
+            head = head.next_in_bucket
+        head.next_in_bucket = prefix.next_in_bucket
+
+
+def _held(prefix: CachedPrefix) -> int:
+    if prefix.block_id is None:
+        raise SchedulingError("a prefix that no block holds cannot be acquired")
+    return prefix.block_id
+
+
+def _bucket(head: CachedPrefix) -> Iterator[CachedPrefix]:
+    prefix: CachedPrefix | None = head
+    while prefix is not None:
+        yield prefix
+        prefix = prefix.next_in_bucket
+
+
+def _require(holds: bool, what: str) -> None:  # noqa: FBT001 - reads as an assertion
+    if not holds:
+        raise SchedulingError(f"invariant broken: {what}")

@@ -1,0 +1,89 @@
+"""SchedulerConfig: the limits under which one scheduler works."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from nv_core.errors import ConfigError
+from nv_core.keywords import unknown_keyword_error
+
+if TYPE_CHECKING:
+    from nv_core.policies import Policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """Limits and choices of one scheduler; nothing in it changes after it is made.
+
+    Args:
+        num_blocks: Number of KV blocks in the pool.
+        block_size: Number of tokens whose keys and values one block holds.
+        max_num_seqs: Most sequences that may hold blocks at once.
+        max_num_batched_tokens: Token budget of one step. With "prefill_first" it cuts prompts
+            only: a step of decodes runs up to `max_num_seqs` tokens.
+        max_model_len: Most tokens (prompt and output) of one sequence; None leaves the pool's
+            size as the only limit.
+        eos_token_ids: Tokens that end a sequence unless it ignores them.
+        vocab_size: Token ids at or above this are refused in prompts; None checks only that
+            they fit 32 bits.
+        enable_prefix_caching: Whether full blocks are shared between equal prefixes.
+        findable_copies: When several blocks hold the same prefix: whether a hit can find "all" of
+            them, so that the prefix outlives any one, or the "newest" only. None means "newest"
+            for the policy "prefill_first", whose schedules equal nano-vLLM's block for block,
+            and "all" for every other.
+        policy: Name of a shipped policy ("mixed" or "prefill_first"), or a `Policy` object.
+
+    Raises:
+        ConfigError: A value is out of range; the message names field, value and range.
+        TypeError: An unknown keyword; the message names the nearest known one.
+    """
+
+    num_blocks: int
+    block_size: int = 16
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    max_model_len: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    vocab_size: int | None = None
+    enable_prefix_caching: bool = True
+    findable_copies: str | None = None
+    policy: str | Policy = "mixed"
+
+    def __new__(cls, **values: object) -> SchedulerConfig:
+        """Refuses unknown keywords before the generated `__init__` sees them."""
+        known = {field.name for field in fields(cls)}
+        for keyword in values:
+            if keyword not in known:
+                raise unknown_keyword_error(cls.__name__, keyword, known)
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        """Checks every field; turns `eos_token_ids` into a tuple."""
+        object.__setattr__(self, "eos_token_ids", tuple(self.eos_token_ids))
+        for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens"):
+            _check_positive(name, getattr(self, name))
+        for name in ("max_model_len", "vocab_size"):
+            if getattr(self, name) is not None:
+                _check_positive(name, getattr(self, name))
+        for token_id in self.eos_token_ids:
+            if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
+                raise ConfigError(
+                    f"eos_token_ids must hold integers of at least 0, got {token_id!r}"
+                )
+        if self.findable_copies not in (None, "all", "newest"):
+            raise ConfigError(
+                f"findable_copies must be 'all', 'newest' or None, got {self.findable_copies!r}"
+            )
+
+    @property
+    def keeps_copies(self) -> bool:
+        """Whether every block of equal content can be found (see `findable_copies`)."""
+        if self.findable_copies is None:
+            return self.policy != "prefill_first"
+        return self.findable_copies == "all"
+
+
+def _check_positive(name: str, value: Any) -> None:  # noqa: ANN401 - checked right here
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}")

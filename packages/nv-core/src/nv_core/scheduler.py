@@ -1,0 +1,431 @@
+"""Scheduler: a pure state machine from requests and sampled tokens to step plans.
+
+The same state and events always give the same plan: there is no clock, no randomness and no
+device in here. `schedule` makes a plan, somebody runs it, and `commit` takes the tokens it
+yielded. Plans may be in flight: `schedule` may be called again before earlier plans are
+committed, and then plans decoding sequences one more token ahead, on a token that only the
+device knows yet.
+
+What whoever runs the plans must guarantee: plans run in the order in which they were made, and
+a plan's writes to the KV cache happen before the next plan's reads and writes (one CUDA stream
+does that). Blocks that a sequence loses while a plan in flight may still write to them can then
+be handed out at once: the new owner's writes come later. Such a block is never in the prefix
+cache, since a block is published only when the plan that filled it is committed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from nv_core.block_hash import BlockHasher, BlockKeys, default_block_hasher, pack_tokens
+from nv_core.block_manager import BlockManager
+from nv_core.config import SchedulerConfig
+from nv_core.errors import RequestError, SchedulingError
+from nv_core.plan import ScheduledSequence, StepPlan
+from nv_core.policies import make_policy
+from nv_core.sampling_params import SamplingParams
+from nv_core.sequence import FinishReason, Sequence, SequenceStatus, WaitReason
+from nv_core.step import Step
+
+
+@dataclass(frozen=True)
+class StepEvents:
+    """What a committed plan changed.
+
+    Attributes:
+        sampled: Sequences that got a token, in batch order; it is the last of their `token_ids`.
+        finished: Those of them that ended with it.
+    """
+
+    sampled: tuple[Sequence, ...]
+    finished: tuple[Sequence, ...]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why a sequence stands where it stands.
+
+    Attributes:
+        status: See `SequenceStatus`.
+        wait_reason: Why the last step left it out; None if that step ran it.
+        num_tokens_ahead: Uncomputed tokens of the sequences that wait before it.
+        num_blocks_needed: Free blocks that its next full admission needs.
+        num_free_blocks: Free blocks now.
+    """
+
+    status: SequenceStatus
+    wait_reason: WaitReason | None
+    num_tokens_ahead: int
+    num_blocks_needed: int
+    num_free_blocks: int
+
+
+class Scheduler:
+    """Continuous batching over a paged KV pool with an exact prefix cache."""
+
+    def __init__(
+        self, config: SchedulerConfig, *, hash_block: BlockHasher = default_block_hasher
+    ) -> None:
+        """Makes an idle scheduler with an empty pool.
+
+        Args:
+            config: Limits and policy.
+            hash_block: Chained block hash; replaced only to test that collisions do no harm.
+
+        Raises:
+            ConfigError: The policy is unknown.
+        """
+        self.config = config
+        self._policy = make_policy(config.policy)
+        self._hash_block = hash_block
+        self._blocks = BlockManager(
+            config.num_blocks, config.block_size, keep_copies=config.keeps_copies
+        )
+        self._step = Step(
+            self._blocks,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
+        self._eos_token_ids = frozenset(config.eos_token_ids)
+        # The last token of a sequence is never computed, so it needs no place in the pool.
+        self._max_total_tokens = config.num_blocks * config.block_size + 1
+        if config.max_model_len is not None:
+            self._max_total_tokens = min(self._max_total_tokens, config.max_model_len)
+        self._sequences: dict[int, Sequence] = {}
+        self._in_flight: deque[StepPlan] = deque()
+        self._next_seq_id = 0
+        self._next_step_id = 0
+
+    def add(
+        self,
+        prompt_token_ids: Iterable[int],
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        user: str | None = None,
+        arrival_time: float | None = None,
+    ) -> Sequence:
+        """Puts a request into the waiting queue.
+
+        Args:
+            prompt_token_ids: At least one token id.
+            sampling_params: What to sample and when to stop; None for the defaults.
+            request_id: The caller's name for it; by default the sequence's number.
+            priority: Lower is more urgent; for policies that use it.
+            user: Whom it belongs to; for policies that share between users.
+            arrival_time: In seconds of the caller's clock; kept, never read here.
+
+        Returns:
+            The sequence; read-only for the caller.
+
+        Raises:
+            RequestError: The prompt is empty, holds something that is no token id, or can never
+                fit; nothing is changed.
+        """
+        params = SamplingParams() if sampling_params is None else sampling_params
+        tokens, packed = self._checked_prompt(prompt_token_ids)
+        keys = BlockKeys(self.config.block_size, self._hash_block)
+        if self.config.enable_prefix_caching:
+            keys.extend_packed(packed)
+        limit = self._max_total_tokens
+        if params.max_tokens is not None:
+            limit = min(limit, len(tokens) + params.max_tokens)
+        stop_token_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_token_ids |= self._eos_token_ids
+        seq = Sequence(
+            self._next_seq_id,
+            tokens,
+            params,
+            request_id=str(self._next_seq_id) if request_id is None else request_id,
+            keys=keys,
+            stop_token_ids=stop_token_ids,
+            max_total_tokens=limit,
+            priority=priority,
+            user=user,
+            arrival_time=arrival_time,
+        )
+        self._next_seq_id += 1
+        self._sequences[seq.seq_id] = seq
+        self._step.waiting.append(seq)
+        return seq
+
+    def schedule(self) -> StepPlan | None:
+        """Plans the next step.
+
+        Returns:
+            The plan, now in flight until it is committed; None when nothing can run now: no
+            unfinished sequence is left, or all wait for tokens of plans in flight.
+
+        Raises:
+            SchedulingError: The policy ran nothing although nothing is in flight to wait for.
+        """
+        step = self._step
+        step.begin(self._next_step_id)
+        self._policy.schedule(step)
+        plan = step.finish()
+        if not plan.sequences and not plan.preempted:
+            if self.has_unfinished and not self._in_flight:
+                raise self._stalled()
+            return None
+        self._next_step_id += 1
+        self._in_flight.append(plan)
+        return plan
+
+    def commit(self, plan: StepPlan, token_ids: Mapping[int, int]) -> StepEvents:
+        """Takes the tokens that a plan yielded: appends, publishes, finishes and frees.
+
+        Args:
+            plan: The oldest plan that is not committed yet.
+            token_ids: The sampled token of each entry whose `samples` is true, by `seq_id`.
+                Tokens of sequences that ended meanwhile are dropped.
+
+        Returns:
+            What changed.
+
+        Raises:
+            SchedulingError: The plan is not the oldest in flight, or `token_ids` does not hold
+                exactly the tokens that it yields; nothing is changed.
+        """
+        self._check_commit(plan, token_ids)
+        self._in_flight.popleft()
+        sampled: list[Sequence] = []
+        finished: list[Sequence] = []
+        for entry in plan.sequences:
+            seq = entry.sequence
+            if seq.finish_reason is not None:
+                continue
+            if entry.samples:
+                token_id = token_ids[entry.seq_id]
+                seq.num_pending_tokens -= 1
+                seq.token_ids.append(token_id)
+                sampled.append(seq)
+            if entry._residence == seq._residence:
+                self._publish(seq, entry)
+            if entry.samples and (reason := self._reason_to_finish(seq, token_id)):
+                self._finish(seq, reason)
+                finished.append(seq)
+        return StepEvents(tuple(sampled), tuple(finished))
+
+    def abort(self, seq_id: int) -> Sequence | None:
+        """Ends a sequence now and frees its blocks.
+
+        Args:
+            seq_id: The sequence; unknown and finished ones are left alone.
+
+        Returns:
+            The sequence, or None if there was nothing to abort.
+        """
+        return self.finish(seq_id, FinishReason.ABORT)
+
+    def finish(self, seq_id: int, reason: FinishReason) -> Sequence | None:
+        """Ends a sequence for a reason that the caller found, such as a stop string.
+
+        Tokens that plans in flight still yield for it are dropped when they are committed.
+
+        Args:
+            seq_id: The sequence; unknown and finished ones are left alone.
+            reason: What its `finish_reason` becomes.
+
+        Returns:
+            The sequence, or None if there was nothing to end.
+        """
+        seq = self._sequences.get(seq_id)
+        if seq is not None:
+            self._finish(seq, reason)
+        return seq
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any sequence is waiting or running."""
+        return bool(self._sequences)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences without blocks."""
+        return len(self._step.waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold blocks."""
+        return len(self._step.running)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that can be handed out now."""
+        return self._blocks.num_free_blocks
+
+    @property
+    def num_in_flight(self) -> int:
+        """Plans that are not committed yet."""
+        return len(self._in_flight)
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Longest prompt that `add` accepts: one output token must fit behind it."""
+        return self._max_total_tokens - 1
+
+    def explain(self, seq_id: int) -> Explanation:
+        """Says why a sequence stands where it stands.
+
+        Raises:
+            RequestError: No unfinished sequence has that id.
+        """
+        seq = self._sequences.get(seq_id)
+        if seq is None:
+            raise RequestError(f"seq_id {seq_id} is not an unfinished sequence of this scheduler")
+        ahead = 0
+        if seq.status is SequenceStatus.WAITING:
+            for other in self._step.waiting:
+                if other is seq:
+                    break
+                ahead += self._step.uncached_tokens(other)
+        size = self.config.block_size
+        missing = self._step.uncached_tokens(seq) if seq.status is SequenceStatus.WAITING else 0
+        return Explanation(
+            status=seq.status,
+            wait_reason=seq.wait_reason,
+            num_tokens_ahead=ahead,
+            num_blocks_needed=-(-missing // size),
+            num_free_blocks=self._blocks.num_free_blocks,
+        )
+
+    def check_invariants(self) -> None:
+        """Recounts everything; O(pool and tokens), for tests.
+
+        Raises:
+            SchedulingError: Something is counted twice, lost, or contradicts itself.
+        """
+        waiting, running = list(self._step.waiting), list(self._step.running)
+        ids = [seq.seq_id for seq in (*waiting, *running)]
+        if sorted(ids) != sorted(self._sequences):
+            raise SchedulingError("the queues differ from the unfinished sequences")
+        if self._step.slots + len(running) != self.config.max_num_seqs:
+            raise SchedulingError("slots and running sequences do not add up")
+        pending = dict.fromkeys(self._sequences, 0)
+        for plan in self._in_flight:
+            for entry in plan.sequences:
+                if entry.samples and entry.seq_id in pending:
+                    pending[entry.seq_id] += 1
+        for seq in self._sequences.values():
+            self._check_sequence(seq, pending[seq.seq_id])
+        self._blocks.check_invariants([seq.block_table for seq in running])
+
+    def _check_sequence(self, seq: Sequence, num_pending: int) -> None:
+        size = self.config.block_size
+        running = seq.status is SequenceStatus.RUNNING
+        problems = {
+            "is finished but kept": seq.is_finished,
+            "miscounts its pending tokens": seq.num_pending_tokens != num_pending,
+            "waits with blocks": not running and (seq.block_table or seq.num_computed_tokens),
+            "is computed beyond its tokens": seq.num_uncomputed_tokens < 0,
+            "has too few blocks": seq.num_computed_tokens > len(seq.block_table) * size,
+            "published blocks that are not computed": len(seq.prefixes) * size
+            > seq.num_computed_tokens,
+        }
+        for problem, holds in problems.items():
+            if holds:
+                raise SchedulingError(f"{seq!r} {problem}")
+
+    def _checked_prompt(self, prompt_token_ids: Iterable[int]) -> tuple[list[int], bytes]:
+        if isinstance(prompt_token_ids, (str, bytes)):
+            raise RequestError("prompt_token_ids must be token ids, got text; tokenize it first")
+        tokens = list(prompt_token_ids)
+        if not tokens:
+            raise RequestError("prompt_token_ids is empty; a prompt needs at least one token")
+        vocab_size = self.config.vocab_size
+        try:
+            packed = pack_tokens(tokens)
+        except (OverflowError, TypeError):
+            packed = b""
+        if not packed or (vocab_size is not None and max(tokens) >= vocab_size):
+            allowed = vocab_size or 2**32
+            bad = next(t for t in tokens if not _is_token_id(t, allowed))
+            raise RequestError(
+                f"prompt_token_ids holds {bad!r}; token ids are integers in [0, {allowed})"
+            )
+        if len(tokens) > self.max_prompt_tokens:
+            raise RequestError(self._too_long(len(tokens)))
+        return tokens, packed
+
+    def _too_long(self, num_tokens: int) -> str:
+        config = self.config
+        pool_tokens = config.num_blocks * config.block_size
+        if self._max_total_tokens == config.max_model_len:
+            limit = f"max_model_len={config.max_model_len} (prompt and at least one output token)"
+        else:
+            limit = (
+                f"the KV pool: {config.num_blocks} blocks of {config.block_size} tokens hold "
+                f"{pool_tokens}"
+            )
+        return (
+            f"the prompt has {num_tokens} tokens and can never fit {limit}; "
+            f"shorten it to {self.max_prompt_tokens} tokens or raise that limit"
+        )
+
+    def _stalled(self) -> SchedulingError:
+        first = next(iter(self._sequences.values()))
+        return SchedulingError(
+            f"the policy {type(self._policy).__name__} ran nothing although "
+            f"{len(self._sequences)} sequences are unfinished and nothing is in flight; "
+            f"sequence {first.seq_id} waits: {first.wait_reason}"
+        )
+
+    def _check_commit(self, plan: StepPlan, token_ids: Mapping[int, int]) -> None:
+        if not self._in_flight or self._in_flight[0] is not plan:
+            raise SchedulingError(
+                f"plan {plan.step_id} is not the oldest plan in flight; commit every plan once, "
+                "in the order in which they were made"
+            )
+        expected = [entry.seq_id for entry in plan.sequences if entry.samples]
+        if len(expected) != len(token_ids) or not all(i in token_ids for i in expected):
+            raise SchedulingError(
+                f"plan {plan.step_id} yields tokens for the sequences {expected}, "
+                f"got tokens for {list(token_ids)}"
+            )
+
+    def _publish(self, seq: Sequence, entry: ScheduledSequence) -> None:
+        """Files the blocks that the entry has filled; their tokens are all known by now."""
+        if not self.config.enable_prefix_caching:
+            return
+        prefixes = seq.prefixes
+        num_full = (
+            entry.num_computed_tokens + entry.num_scheduled_tokens
+        ) // self.config.block_size
+        if num_full <= len(prefixes):
+            return
+        if num_full > len(seq.keys.hashes):
+            seq.keys.extend(seq.token_ids)
+        for position in range(len(prefixes), num_full):
+            parent = prefixes[-1] if prefixes else None
+            block_id = seq.block_table[position]
+            prefixes.append(self._blocks.publish(block_id, seq.keys, position, parent))
+
+    def _reason_to_finish(self, seq: Sequence, token_id: int) -> FinishReason | None:
+        if (
+            token_id in seq.stop_token_ids
+            and seq.num_output_tokens > seq.sampling_params.min_tokens
+        ):
+            if token_id not in self._eos_token_ids or seq.sampling_params.ignore_eos:
+                seq.stop_reason = token_id
+            return FinishReason.STOP
+        if len(seq.token_ids) >= seq.max_total_tokens:
+            return FinishReason.LENGTH
+        return None
+
+    def _finish(self, seq: Sequence, reason: FinishReason) -> None:
+        if seq.status is SequenceStatus.RUNNING:
+            self._step.vacate(seq)
+        else:
+            self._step.waiting.remove(seq)
+        seq.status = SequenceStatus.FINISHED
+        seq.finish_reason = reason
+        seq.wait_reason = None
+        del self._sequences[seq.seq_id]
+
+
+def _is_token_id(value: object, limit: int) -> bool:
+    return isinstance(value, int) and 0 <= value < limit

@@ -1,0 +1,214 @@
+"""Sequence: one request's tokens and how far they are computed.
+
+There are no phases. A sequence has tokens, and a number of them whose keys and values are in
+the KV cache; a step computes some more. Prefill, decode, chunk, prefix hit and recompute after
+preemption are values of these counters. Only the scheduler writes to a sequence.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nv_core.block_hash import BlockKeys
+    from nv_core.block_manager import CachedPrefix
+    from nv_core.sampling_params import SamplingParams
+
+
+class FinishReason(str, enum.Enum):
+    """Why a sequence ended; compares equal to its own text."""
+
+    STOP = "stop"
+    """An end-of-sequence or stop token was sampled, or the caller found a stop."""
+    LENGTH = "length"
+    """`max_tokens`, `max_model_len` or the size of the KV pool was reached."""
+    ABORT = "abort"
+    """The caller aborted it."""
+    ERROR = "error"
+    """It could not be served."""
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class SequenceStatus(enum.Enum):
+    """Where a sequence stands."""
+
+    WAITING = "waiting"
+    """Holds no blocks: new, or preempted."""
+    RUNNING = "running"
+    """Holds blocks, whatever part of it is computed."""
+    FINISHED = "finished"
+    """Holds no blocks and never will again."""
+
+
+class WaitReason(str, enum.Enum):
+    """Why the last step left a sequence out."""
+
+    NOT_CONSIDERED = "not considered"
+    """The policy has not asked for it yet."""
+    BUDGET = "budget"
+    """The step's token budget was used up."""
+    SLOTS = "slots"
+    """`max_num_seqs` sequences hold blocks already."""
+    BLOCKS = "blocks"
+    """Too few free KV blocks."""
+    IN_FLIGHT = "in flight"
+    """Its next token is still being computed."""
+    POLICY = "policy"
+    """The policy passed it over."""
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class Sequence:
+    """One request's tokens and progress.
+
+    Attributes:
+        seq_id: Number that the scheduler gave it; unique in that scheduler.
+        request_id: The caller's own name for it.
+        sampling_params: What the caller asked for.
+        priority: Lower values are more urgent; for policies that use it.
+        user: Whom the request belongs to; for policies that share between users.
+        arrival_time: When it arrived, in the caller's clock, in seconds; None if not given.
+        token_ids: Prompt and committed output tokens; grows at the end only.
+        num_prompt_tokens: How many of `token_ids` are the prompt.
+        num_computed_tokens: Tokens whose keys and values are in the cache, or will be when the
+            plans in flight have run.
+        num_prefill_tokens: Its length when it was last admitted; until that many tokens are
+            computed it is a prompt to the policies, also when it recomputes after preemption.
+        num_pending_tokens: Tokens that plans in flight will yield; their ids are not known yet.
+        max_total_tokens: Length at which it ends with `FinishReason.LENGTH`.
+        block_table: Ids of the blocks that hold its keys and values, in order.
+        num_cached_tokens: Tokens that its first admission found in the prefix cache.
+        num_preemptions: How often it lost its blocks.
+        status: See `SequenceStatus`.
+        finish_reason: See `FinishReason`; None while it lives.
+        stop_reason: The stop token that ended it, or None (also for end-of-sequence tokens).
+        wait_reason: See `WaitReason`; None if the last step ran it.
+    """
+
+    __slots__ = (
+        "_residence",
+        "_step",
+        "arrival_time",
+        "block_table",
+        "finish_reason",
+        "keys",
+        "max_total_tokens",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_pending_tokens",
+        "num_preemptions",
+        "num_prefill_tokens",
+        "num_prompt_tokens",
+        "prefixes",
+        "priority",
+        "request_id",
+        "sampling_params",
+        "seq_id",
+        "status",
+        "stop_reason",
+        "stop_token_ids",
+        "token_ids",
+        "user",
+        "wait_reason",
+    )
+
+    def __init__(
+        self,
+        seq_id: int,
+        prompt_token_ids: list[int],
+        sampling_params: SamplingParams,
+        *,
+        request_id: str,
+        keys: BlockKeys,
+        stop_token_ids: frozenset[int],
+        max_total_tokens: int,
+        priority: int = 0,
+        user: str | None = None,
+        arrival_time: float | None = None,
+    ) -> None:
+        """Makes a waiting sequence.
+
+        Args:
+            seq_id: See the attribute.
+            prompt_token_ids: The prompt; the sequence keeps this list and appends to it.
+            sampling_params: See the attribute.
+            request_id: See the attribute.
+            keys: Keys of its full blocks.
+            stop_token_ids: All tokens that end this sequence.
+            max_total_tokens: See the attribute.
+            priority: See the attribute.
+            user: See the attribute.
+            arrival_time: See the attribute.
+        """
+        self.seq_id = seq_id
+        self.request_id = request_id
+        self.sampling_params = sampling_params
+        self.priority = priority
+        self.user = user
+        self.arrival_time = arrival_time
+        self.token_ids = prompt_token_ids
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.keys = keys
+        self.stop_token_ids = stop_token_ids
+        self.max_total_tokens = max_total_tokens
+        self.num_computed_tokens = 0
+        self.num_prefill_tokens = 0
+        self.num_pending_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_preemptions = 0
+        self.block_table: list[int] = []
+        self.prefixes: list[CachedPrefix] = []
+        self.status = SequenceStatus.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | None = None
+        self.wait_reason: WaitReason | None = WaitReason.NOT_CONSIDERED
+        # Counts how often it lost or got its blocks: a plan made in another residence must not
+        # publish blocks that are no longer this sequence's.
+        self._residence = 0
+        self._step = -1
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.seq_id}, {self.status.value}, tokens={self.num_tokens}, "
+            f"computed={self.num_computed_tokens}, pending={self.num_pending_tokens})"
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and committed output tokens."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Committed output tokens."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens, known or pending, that a step could compute; 1 while decoding."""
+        return len(self.token_ids) + self.num_pending_tokens - self.num_computed_tokens
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether tokens that it had when it was admitted are still to be computed."""
+        return self.num_computed_tokens < self.num_prefill_tokens
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """A copy of the prompt."""
+        return self.token_ids[: self.num_prompt_tokens]
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """A copy of the committed output tokens."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it has ended."""
+        return self.finish_reason is not None

@@ -1,0 +1,309 @@
+"""Step: what a policy sees of the scheduler, and the two verbs by which it acts.
+
+A policy decides who runs, in which order, how many tokens each, and who loses its blocks. The
+step owns correctness: whatever a policy asks for is clamped to the token budget, the slots and
+the free blocks, and refused with a reason when nothing is left. A policy can be unfair; it
+cannot corrupt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from nv_core.block_manager import BlockManager, CachedPrefix
+from nv_core.errors import SchedulingError
+from nv_core.plan import ScheduledSequence, StepPlan
+from nv_core.sequence import Sequence, SequenceStatus, WaitReason
+
+
+class WaitingQueue:
+    """Sequences without blocks: the preempted ones first, then by arrival.
+
+    Every operation is O(1). Two insertion-ordered dicts serve as one double-ended queue from
+    whose middle a sequence can be taken: preempted sequences go to the front, and are therefore
+    kept in reverse.
+    """
+
+    def __init__(self) -> None:
+        """Makes an empty queue."""
+        self._preempted: dict[int, Sequence] = {}
+        self._arrived: dict[int, Sequence] = {}
+
+    def __len__(self) -> int:
+        return len(self._preempted) + len(self._arrived)
+
+    def __bool__(self) -> bool:
+        return bool(self._preempted) or bool(self._arrived)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        yield from reversed(self._preempted.values())
+        yield from self._arrived.values()
+
+    def __contains__(self, seq: object) -> bool:
+        return isinstance(seq, Sequence) and (
+            seq.seq_id in self._preempted or seq.seq_id in self._arrived
+        )
+
+    def first(self) -> Sequence | None:
+        """The sequence at the front, or None."""
+        return next(iter(self), None)
+
+    def append(self, seq: Sequence) -> None:
+        """Adds an arrival at the back."""
+        self._arrived[seq.seq_id] = seq
+
+    def append_front(self, seq: Sequence) -> None:
+        """Adds a preempted sequence at the front."""
+        self._preempted[seq.seq_id] = seq
+
+    def remove(self, seq: Sequence) -> None:
+        """Takes a sequence out, wherever it stands."""
+        if self._preempted.pop(seq.seq_id, None) is None:
+            del self._arrived[seq.seq_id]
+
+
+class Step:
+    """One step in the making.
+
+    Attributes:
+        waiting: Sequences without blocks, in queue order.
+        budget: Tokens that may still be granted.
+        slots: Sequences that may still be admitted.
+    """
+
+    def __init__(
+        self, blocks: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int
+    ) -> None:
+        """Makes a step builder; the scheduler calls `begin` before each step.
+
+        Args:
+            blocks: The pool.
+            max_num_seqs: Most sequences that may hold blocks at once.
+            max_num_batched_tokens: Token budget of each step.
+        """
+        self._blocks = blocks
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._running: dict[int, Sequence] = {}
+        self._grants: dict[int, ScheduledSequence] = {}
+        self._preempted: list[int] = []
+        self._step_id = -1
+        self.waiting = WaitingQueue()
+        self.budget = 0
+        self.slots = max_num_seqs
+
+    def begin(self, step_id: int) -> None:
+        """Starts a new step; for the scheduler."""
+        self._step_id = step_id
+        self._grants = {}
+        self._preempted = []
+        self.budget = self._max_num_batched_tokens
+
+    def finish(self) -> StepPlan:
+        """Ends the step and returns what was granted; for the scheduler."""
+        return StepPlan(
+            step_id=self._step_id,
+            sequences=tuple(self._grants.values()),
+            preempted=tuple(self._preempted),
+            num_scheduled_tokens=self._max_num_batched_tokens - self.budget,
+            num_waiting=len(self.waiting),
+            num_running=len(self._running),
+            num_free_blocks=self._blocks.num_free_blocks,
+        )
+
+    @property
+    def running(self) -> Collection[Sequence]:
+        """Sequences that hold blocks, in admission order.
+
+        Take a copy (`list(step.running)`) before a loop that takes or preempts: a plain loop
+        over it must not change it.
+        """
+        return self._running.values()
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that can be handed out now."""
+        return self._blocks.num_free_blocks
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self._blocks.block_size
+
+    @property
+    def num_blocks(self) -> int:
+        """Size of the pool, in blocks."""
+        return self._blocks.num_blocks
+
+    @property
+    def has_grants(self) -> bool:
+        """Whether the step runs anything so far."""
+        return bool(self._grants)
+
+    @property
+    def preempted(self) -> Collection[int]:
+        """Ids of the sequences preempted while this step was made."""
+        return self._preempted
+
+    def uncached_tokens(self, seq: Sequence) -> int:
+        """Tokens of a sequence that a step would have to compute, prefix hits taken off."""
+        if seq.status is SequenceStatus.RUNNING:
+            return seq.num_uncomputed_tokens
+        return len(seq.token_ids) - len(self._match(seq)) * self._blocks.block_size
+
+    def take(
+        self,
+        seq: Sequence,
+        n: int | None = None,
+        *,
+        reserve: int = 0,
+        exceed_budget: bool = False,
+    ) -> int:
+        """Grants a sequence tokens in this step.
+
+        A waiting sequence is admitted: its prefix is looked up in the cache, and the rest of
+        its tokens counted from there. The grant is clamped to the tokens that there are to
+        compute, the token budget, the free slots and the free blocks.
+
+        Args:
+            seq: A waiting or running sequence that has no grant in this step yet.
+            n: Most tokens to grant; None for as many as possible.
+            reserve: A length in tokens; an admission gets blocks for at least this length or is
+                refused. `len(seq.token_ids)` admits only prompts that fit as a whole.
+            exceed_budget: Whether a decoding sequence gets its one token even when the budget is
+                used up.
+
+        Returns:
+            The number of tokens granted; 0 means refused, and the sequence's `wait_reason`
+            says why.
+        """
+        if seq._step == self._step_id:
+            return 0
+        if seq.status is SequenceStatus.RUNNING:
+            return self._take_running(seq, n, exceed_budget)
+        if seq.status is SequenceStatus.WAITING:
+            return self._admit(seq, n, reserve)
+        return 0
+
+    def preempt(self, seq: Sequence) -> None:
+        """Takes a running sequence's blocks away and puts it at the front of the queue.
+
+        Its tokens stay, and what the prefix cache still holds when it comes back need not be
+        computed again. A grant of this step is taken back; a token that a plan in flight will
+        yield for it remains its next token.
+
+        Raises:
+            SchedulingError: The sequence holds no blocks.
+        """
+        if seq.status is not SequenceStatus.RUNNING:
+            raise SchedulingError(f"sequence {seq.seq_id} cannot be preempted: it is not running")
+        grant = self._grants.pop(seq.seq_id, None)
+        if grant is not None:
+            self.budget += grant.num_scheduled_tokens
+            seq.num_pending_tokens -= grant.samples
+        self.vacate(seq)
+        seq.status = SequenceStatus.WAITING
+        seq.num_preemptions += 1
+        # It may not come back in the step that evicted it.
+        seq._step = self._step_id
+        seq.wait_reason = WaitReason.BLOCKS
+        self.waiting.append_front(seq)
+        self._preempted.append(seq.seq_id)
+
+    def _take_running(
+        self,
+        seq: Sequence,
+        n: int | None,
+        exceed_budget: bool,  # noqa: FBT001 - hot path
+    ) -> int:
+        computed = seq.num_computed_tokens
+        total = len(seq.token_ids) + seq.num_pending_tokens
+        if total >= seq.max_total_tokens and seq.num_pending_tokens:
+            seq.wait_reason = WaitReason.IN_FLIGHT
+            return 0
+        count = total - computed
+        if n is not None and n < count:
+            count = n
+        if count > self.budget and not (exceed_budget and not seq.is_prefilling):
+            count = self.budget
+        if count <= 0:
+            seq.wait_reason = WaitReason.BUDGET if total > computed else WaitReason.IN_FLIGHT
+            return 0
+        table = seq.block_table
+        blocks = self._blocks
+        capacity = len(table) * blocks.block_size
+        if computed + count > capacity:
+            room = capacity + blocks.num_free_blocks * blocks.block_size - computed
+            if room <= 0:
+                seq.wait_reason = WaitReason.BLOCKS
+                return 0
+            count = min(count, room)
+            table.extend(blocks.allocate(-(-(computed + count - capacity) // blocks.block_size)))
+        return self._grant(seq, count, computed + count == total)
+
+    def _admit(self, seq: Sequence, n: int | None, reserve: int) -> int:
+        if self.slots <= 0:
+            seq.wait_reason = WaitReason.SLOTS
+            return 0
+        if seq.num_pending_tokens:
+            # Its last token is still on the device, and its row there is gone.
+            seq.wait_reason = WaitReason.IN_FLIGHT
+            return 0
+        if self.budget <= 0:
+            seq.wait_reason = WaitReason.BUDGET
+            return 0
+        blocks = self._blocks
+        block_size = blocks.block_size
+        hits = self._match(seq)
+        computed = len(hits) * block_size
+        total = len(seq.token_ids)
+        count = min(total - computed, self.budget)
+        if n is not None and n < count:
+            count = n
+        if count <= 0:
+            seq.wait_reason = WaitReason.POLICY
+            return 0
+        room = (blocks.num_free_blocks - blocks.num_blocks_taken_by(hits)) * block_size
+        if room <= 0 or room < reserve - computed:
+            seq.wait_reason = WaitReason.BLOCKS
+            return 0
+        count = min(count, room)
+        length = max(computed + count, reserve)
+        table = blocks.acquire(hits)
+        table.extend(blocks.allocate(-(-(length - computed) // block_size)))
+        seq.block_table = table
+        seq.prefixes = hits
+        seq.num_computed_tokens = computed
+        seq.num_prefill_tokens = total
+        if seq.num_preemptions == 0:
+            seq.num_cached_tokens = computed
+        seq._residence += 1
+        seq.status = SequenceStatus.RUNNING
+        self.waiting.remove(seq)
+        self._running[seq.seq_id] = seq
+        self.slots -= 1
+        return self._grant(seq, count, computed + count == total)
+
+    def _grant(self, seq: Sequence, count: int, samples: bool) -> int:  # noqa: FBT001 - hot path
+        self._grants[seq.seq_id] = ScheduledSequence(seq, count, samples=samples)
+        seq.num_computed_tokens += count
+        seq.num_pending_tokens += samples
+        seq._step = self._step_id
+        seq.wait_reason = None
+        self.budget -= count
+        return count
+
+    def _match(self, seq: Sequence) -> list[CachedPrefix]:
+        # The last token is computed even if a block holds it: its logits are needed.
+        return self._blocks.match(seq.keys, (len(seq.token_ids) - 1) // self._blocks.block_size)
+
+    def vacate(self, seq: Sequence) -> None:
+        """Takes a running sequence out of the batch and its blocks back; for the scheduler."""
+        self._blocks.release(seq.block_table)
+        # A new list, since plans in flight still refer to the old one.
+        seq.block_table = []
+        seq.prefixes = []
+        seq.num_computed_tokens = 0
+        seq.num_prefill_tokens = 0
+        seq._residence += 1
+        del self._running[seq.seq_id]
+        self.slots += 1
