@@ -1,3 +1,33 @@
-"""LLM inference operators: a contract, a PyTorch reference and a Triton kernel for each."""
+"""LLM inference operators: a contract, a PyTorch reference and a Triton kernel for each.
+
+Tensors in, tensors out. Knows nothing of models or scheduling. Read `ops/` for the contracts,
+`reference/` for the maths and `triton/` for the speed.
+"""
+
+from nv_kernels.attention.backend import AttentionBackend
+from nv_kernels.attention.registry import available_attention_backends, select_attention_backend
+from nv_kernels.errors import KernelInputError
+from nv_kernels.metadata import AttentionMetadata, LayerKVCache
+from nv_kernels.ops.attention import paged_attention
+from nv_kernels.ops.rms_norm import add_rms_norm, rms_norm
+from nv_kernels.ops.rotary_embedding import rotary_embedding
+from nv_kernels.ops.silu_and_mul import silu_and_mul
+from nv_kernels.ops.store_kv import store_kv
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "AttentionBackend",
+    "AttentionMetadata",
+    "KernelInputError",
+    "LayerKVCache",
+    "__version__",
+    "add_rms_norm",
+    "available_attention_backends",
+    "paged_attention",
+    "rms_norm",
+    "rotary_embedding",
+    "select_attention_backend",
+    "silu_and_mul",
+    "store_kv",
+]

@@ -1,0 +1,61 @@
+"""The argument checks that all attention backends share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nv_kernels.checks import FLOAT_DTYPES, check_last_dim_contiguous, check_tensor
+from nv_kernels.errors import KernelInputError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from nv_kernels.metadata import AttentionMetadata, LayerKVCache
+
+
+def check_attention_inputs(
+    query: Tensor, kv_cache: LayerKVCache, metadata: AttentionMetadata
+) -> None:
+    """Raises unless query, cache and metadata fit together.
+
+    Args:
+        query: See `nv_kernels.ops.attention.paged_attention`.
+        kv_cache: See there.
+        metadata: See there.
+
+    Raises:
+        KernelInputError: A shape, dtype, device or stride disagrees, or the block table is too
+            narrow for the longest context.
+    """
+    layout = "[num_tokens, num_heads, head_dim]"
+    check_tensor("query", query, layout, [metadata.num_tokens, None, None], dtypes=FLOAT_DTYPES)
+    _, num_heads, head_dim = query.shape
+    dtypes, device = (query.dtype,), query.device
+    key_cache, value_cache = kv_cache
+    cache_layout = "[num_blocks, block_size, num_kv_heads, head_dim]"
+    cache_sizes = [None, None, None, head_dim]
+    check_tensor("kv_cache.key", key_cache, cache_layout, cache_sizes, dtypes=dtypes, device=device)
+    check_tensor(
+        "kv_cache.value", value_cache, cache_layout, key_cache.shape, dtypes=dtypes, device=device
+    )
+    check_last_dim_contiguous("query", query)
+    check_last_dim_contiguous("kv_cache.key", key_cache)
+    check_last_dim_contiguous("kv_cache.value", value_cache)
+    if metadata.context_lens.device != device:
+        raise KernelInputError(
+            f"metadata is on {metadata.context_lens.device}, but query is on {device}. "
+            f"Build the metadata on '{device}'."
+        )
+    _, block_size, num_kv_heads, _ = key_cache.shape
+    if num_kv_heads == 0 or num_heads % num_kv_heads:
+        raise KernelInputError(
+            f"query has {num_heads} heads and kv_cache {num_kv_heads}, but each key head must "
+            "serve the same number of query heads. Make num_heads a multiple of num_kv_heads."
+        )
+    reach = metadata.block_table.shape[1] * block_size
+    if metadata.num_seqs > 0 and metadata.max_context_len > reach:
+        raise KernelInputError(
+            f"metadata.block_table has {metadata.block_table.shape[1]} blocks of {block_size} "
+            f"tokens per sequence, but max_context_len is {metadata.max_context_len} tokens. "
+            "Widen the block table, or pass the true longest context."
+        )

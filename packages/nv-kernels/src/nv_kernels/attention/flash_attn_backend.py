@@ -1,0 +1,122 @@
+"""The FlashAttention-2 backend: the `flash-attn` package, from version 2.8."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.functional import pad
+
+from nv_kernels.attention.checks import check_attention_inputs
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from nv_kernels.attention.backend import AttentionShape
+    from nv_kernels.metadata import AttentionMetadata, LayerKVCache
+
+_MIN_CAPABILITY = (8, 0)
+_MAX_HEAD_DIM = 256
+_BLOCK_SIZE_MULTIPLE = 256
+
+
+class FlashAttention2:
+    """Paged attention by the `flash-attn` package."""
+
+    @property
+    def name(self) -> str:
+        """The name in the registry."""
+        return "flash_attn"
+
+    def attend(
+        self, query: Tensor, kv_cache: LayerKVCache, metadata: AttentionMetadata, *, scale: float
+    ) -> Tensor:
+        """Computes attention; see `nv_kernels.ops.attention.paged_attention`."""
+        check_attention_inputs(query, kv_cache, metadata)
+        if metadata.num_tokens == 0 or metadata.num_seqs == 0 or metadata.max_context_len == 0:
+            return query.new_zeros(query.shape)
+        attend = _attend_decode if metadata.max_query_len == 1 else _attend_mixed
+        return attend(query, kv_cache, metadata, scale)
+
+
+def unavailable_reason(shape: AttentionShape) -> str | None:
+    """Says why this backend cannot run, as a clause; None when it can."""
+    error = _import_error()
+    if error is not None:
+        return (
+            f"the flash-attn package cannot be imported here ({error}); "
+            "install it with: pip install 'nv-kernels[flash-attn]'"
+        )
+    if shape.device.type != "cuda":
+        return f"it needs a CUDA device, not {shape.device.type}"
+    capability = torch.cuda.get_device_capability(shape.device)
+    if capability < _MIN_CAPABILITY:
+        return f"it needs compute capability 8.0 or higher, and this device has {capability}"
+    if shape.dtype not in (torch.float16, torch.bfloat16):
+        return f"it computes in float16 and bfloat16, not {shape.dtype}"
+    if shape.head_dim > _MAX_HEAD_DIM:
+        return f"it supports head_dim up to {_MAX_HEAD_DIM}, not {shape.head_dim}"
+    if shape.block_size % _BLOCK_SIZE_MULTIPLE:
+        return f"it needs a block_size that is a multiple of 256, not {shape.block_size}"
+    return None
+
+
+def _attend_decode(
+    query: Tensor, kv_cache: LayerKVCache, metadata: AttentionMetadata, scale: float
+) -> Tensor:
+    from flash_attn import flash_attn_with_kvcache  # type: ignore[import-not-found]
+
+    # The kernel takes one query row per sequence. Padding comes last (see AttentionMetadata), so
+    # row i is sequence i, and what is left over on either side is padding. A padded sequence has
+    # no context, for which the kernel writes zeros.
+    num_rows = min(metadata.num_tokens, metadata.num_seqs)
+    output: Tensor = flash_attn_with_kvcache(
+        query[:num_rows].unsqueeze(1),
+        kv_cache.key,
+        kv_cache.value,
+        cache_seqlens=metadata.context_lens[:num_rows],
+        block_table=metadata.block_table[:num_rows],
+        softmax_scale=scale,
+        causal=True,
+    ).squeeze(1)
+    if num_rows < metadata.num_tokens:
+        output = pad(output, (0, 0, 0, 0, 0, metadata.num_tokens - num_rows))
+    return output
+
+
+def _attend_mixed(
+    query: Tensor, kv_cache: LayerKVCache, metadata: AttentionMetadata, scale: float
+) -> Tensor:
+    from flash_attn import flash_attn_varlen_func
+
+    # With a block table the kernel takes only the differences of `cu_seqlens_k`, the context
+    # lengths. They are summed up here on every call because a captured graph must do so again on
+    # every replay.
+    cu_seqlens_k = pad(metadata.context_lens.cumsum(0, dtype=torch.int32), (1, 0))
+    output: Tensor = flash_attn_varlen_func(
+        query,
+        kv_cache.key,
+        kv_cache.value,
+        metadata.cu_seqlens_q,
+        cu_seqlens_k,
+        metadata.max_query_len,
+        metadata.max_context_len,
+        softmax_scale=scale,
+        causal=True,
+        block_table=metadata.block_table,
+    )
+    # The kernel leaves the rows after the last sequence as they were in fresh memory.
+    row = torch.arange(metadata.num_tokens, device=query.device)
+    is_padding = row >= metadata.cu_seqlens_q[-1]
+    return output.masked_fill_(is_padding[:, None, None], 0)
+
+
+@cache
+def _import_error() -> str | None:
+    # Cached because a failing import searches the whole path again on every call.
+    try:
+        import flash_attn  # noqa: F401
+    except (ImportError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None

@@ -1,0 +1,122 @@
+"""Which attention backends exist, which can run, and which one "auto" takes."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, NamedTuple
+
+from nv_kernels.attention import flash_attn_backend, torch_backend, triton_backend
+from nv_kernels.attention.backend import AttentionBackend, AttentionShape
+from nv_kernels.errors import KernelInputError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+
+class _Entry(NamedTuple):
+    make: Callable[[], AttentionBackend]
+    unavailable_reason: Callable[[AttentionShape], str | None]
+
+
+_ENTRIES = {
+    "torch": _Entry(torch_backend.TorchAttention, torch_backend.unavailable_reason),
+    "triton": _Entry(triton_backend.TritonAttention, triton_backend.unavailable_reason),
+    "flash_attn": _Entry(flash_attn_backend.FlashAttention2, flash_attn_backend.unavailable_reason),
+}
+
+# Best first. Triton leads on CUDA because it takes every block size and dtype and never waits for
+# the host; elsewhere it runs only in its interpreter, which is for tests.
+_PREFERENCE_CUDA = ("triton", "flash_attn", "torch")
+_PREFERENCE_ELSEWHERE = ("torch",)
+
+
+def available_attention_backends(
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    num_heads: int,
+    num_kv_heads: int,
+    block_size: int,
+) -> dict[str, str | None]:
+    """Tells for each backend why it cannot run here.
+
+    Args:
+        device: Where query and cache will be.
+        dtype: Of query and cache.
+        head_dim: Elements per head; a multiple of 8.
+        num_heads: Query heads on this device.
+        num_kv_heads: Key heads on this device; divides `num_heads`.
+        block_size: Tokens per block of the cache.
+
+    Returns:
+        Name of each backend -> the reason as a clause, or None when it can run.
+
+    Raises:
+        KernelInputError: The numbers describe no attention at all.
+    """
+    shape = AttentionShape(
+        device=device,
+        dtype=dtype,
+        head_dim=head_dim,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        block_size=block_size,
+    )
+    return {name: entry.unavailable_reason(shape) for name, entry in _ENTRIES.items()}
+
+
+def select_attention_backend(
+    name: str = "auto",
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    num_heads: int,
+    num_kv_heads: int,
+    block_size: int,
+) -> AttentionBackend:
+    """Picks the backend for a model: the named one, or the best that can run.
+
+    Args:
+        name: "auto", "torch", "triton" or "flash_attn".
+        device: Where query and cache will be.
+        dtype: Of query and cache.
+        head_dim: Elements per head; a multiple of 8.
+        num_heads: Query heads on this device.
+        num_kv_heads: Key heads on this device; divides `num_heads`.
+        block_size: Tokens per block of the cache.
+
+    Returns:
+        A backend for every layer of the model.
+
+    Raises:
+        KernelInputError: The name is unknown, the named backend cannot run here (the message says
+            why), or no backend can.
+    """
+    reasons = available_attention_backends(
+        device=device,
+        dtype=dtype,
+        head_dim=head_dim,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        block_size=block_size,
+    )
+    usable = [known for known, reason in reasons.items() if reason is None]
+    if name == "auto":
+        order = _PREFERENCE_CUDA if device.type == "cuda" else _PREFERENCE_ELSEWHERE
+        name = next((known for known in order if known in usable), order[-1])
+    if name not in _ENTRIES:
+        near = get_close_matches(name, _ENTRIES, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise KernelInputError(
+            f"attention backend is {name!r}, but must be 'auto' or one of {list(_ENTRIES)}.{hint}"
+        )
+    if reasons[name] is not None:
+        raise KernelInputError(
+            f"attention backend {name!r} cannot run here: {reasons[name]}. "
+            f"Backends that can: {', '.join(usable) or 'none'}."
+        )
+    return _ENTRIES[name].make()

@@ -1,0 +1,38 @@
+"""The PyTorch backend: runs everywhere, serves on a CPU, is the oracle of the others."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nv_kernels.attention.checks import check_attention_inputs
+from nv_kernels.checks import FLOAT_DTYPES
+from nv_kernels.reference.attention import paged_attention
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from nv_kernels.attention.backend import AttentionShape
+    from nv_kernels.metadata import AttentionMetadata, LayerKVCache
+
+
+class TorchAttention:
+    """Paged attention by `scaled_dot_product_attention`, one sequence at a time."""
+
+    @property
+    def name(self) -> str:
+        """The name in the registry."""
+        return "torch"
+
+    def attend(
+        self, query: Tensor, kv_cache: LayerKVCache, metadata: AttentionMetadata, *, scale: float
+    ) -> Tensor:
+        """Computes attention; see `nv_kernels.ops.attention.paged_attention`."""
+        check_attention_inputs(query, kv_cache, metadata)
+        return paged_attention(query, kv_cache, metadata, scale=scale)
+
+
+def unavailable_reason(shape: AttentionShape) -> str | None:
+    """Says why this backend cannot run, as a clause; None when it can."""
+    if shape.dtype not in FLOAT_DTYPES:
+        return f"it computes in float32, float16 and bfloat16, not {shape.dtype}"
+    return None

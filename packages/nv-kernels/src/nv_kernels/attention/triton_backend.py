@@ -1,0 +1,55 @@
+"""The Triton backend: our own kernel."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from nv_kernels.attention.checks import check_attention_inputs
+from nv_kernels.checks import FLOAT_DTYPES
+from nv_kernels.dispatch import triton_unavailable_reason
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from nv_kernels.attention.backend import AttentionShape
+    from nv_kernels.metadata import AttentionMetadata, LayerKVCache
+
+_MAX_HEAD_DIM = 256  # the accumulator of one tile has to fit in registers
+_MAX_GROUP = 128
+
+
+class TritonAttention:
+    """Paged attention by one Triton kernel for prompts, chunks and decode steps alike."""
+
+    @property
+    def name(self) -> str:
+        """The name in the registry."""
+        return "triton"
+
+    def attend(
+        self, query: Tensor, kv_cache: LayerKVCache, metadata: AttentionMetadata, *, scale: float
+    ) -> Tensor:
+        """Computes attention; see `nv_kernels.ops.attention.paged_attention`."""
+        from nv_kernels.triton.attention import paged_attention
+
+        check_attention_inputs(query, kv_cache, metadata)
+        return paged_attention(query, kv_cache, metadata, scale=scale)
+
+
+def unavailable_reason(shape: AttentionShape) -> str | None:
+    """Says why this backend cannot run, as a clause; None when it can."""
+    reason = triton_unavailable_reason(shape.device)
+    if reason is not None:
+        return reason
+    if shape.dtype not in FLOAT_DTYPES:
+        return f"it computes in float32, float16 and bfloat16, not {shape.dtype}"
+    if shape.device.type != "cuda" and shape.dtype == torch.bfloat16:
+        return "Triton's interpreter multiplies bfloat16 matrices wrongly"
+    if shape.head_dim > _MAX_HEAD_DIM:
+        return f"it supports head_dim up to {_MAX_HEAD_DIM}, not {shape.head_dim}"
+    group = shape.num_heads // shape.num_kv_heads
+    if group > _MAX_GROUP:
+        return f"it supports up to {_MAX_GROUP} query heads per key head, not {group}"
+    return None

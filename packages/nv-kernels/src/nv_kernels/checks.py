@@ -1,0 +1,82 @@
+"""Argument checks of the public ops.
+
+Only host-side facts are compared (shape, stride, dtype, device), never tensor contents: a check
+costs about a microsecond and cannot make the host wait for the device. What the contents must
+fulfil (slots inside the cache, positions inside the table) stands in each op's docstring.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from nv_kernels.errors import KernelInputError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+def check_tensor(
+    name: str,
+    tensor: Tensor,
+    layout: str,
+    sizes: Sequence[int | None],
+    *,
+    dtypes: Sequence[torch.dtype],
+    device: torch.device | None = None,
+) -> None:
+    """Raises unless the tensor has the shape, dtype and device that an op expects.
+
+    Args:
+        name: The argument's name, as the caller wrote it.
+        tensor: The argument.
+        layout: The expected shape in words, such as "[num_tokens, num_heads, head_dim]".
+        sizes: The expected size of each dimension; None where any size will do.
+        dtypes: The allowed dtypes.
+        device: The device that the tensor must be on; None where any will do.
+
+    Raises:
+        KernelInputError: The shape, dtype or device differs.
+    """
+    shape = tensor.shape
+    if len(shape) != len(sizes) or any(
+        want is not None and want != got for want, got in zip(sizes, shape, strict=True)
+    ):
+        wanted = ", ".join("any" if size is None else str(size) for size in sizes)
+        raise KernelInputError(
+            f"{name} has shape {list(shape)}, but must be {layout} = [{wanted}]. "
+            "Reshape or slice it to that layout before the call."
+        )
+    if tensor.dtype not in dtypes:
+        allowed = " or ".join(str(dtype) for dtype in dtypes)
+        raise KernelInputError(
+            f"{name} has dtype {tensor.dtype}, but must be {allowed}. Convert it with .to(dtype)."
+        )
+    if device is not None and tensor.device != device:
+        raise KernelInputError(
+            f"{name} is on {tensor.device}, but the other arguments are on {device}. "
+            f"Move it with .to('{device}')."
+        )
+
+
+def check_last_dim_contiguous(name: str, tensor: Tensor) -> None:
+    """Raises unless neighbours in the last dimension are neighbours in memory.
+
+    Args:
+        name: The argument's name, as the caller wrote it.
+        tensor: The argument; its other dimensions may have any strides.
+
+    Raises:
+        KernelInputError: The last dimension is strided.
+    """
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise KernelInputError(
+            f"{name} has stride {tensor.stride(-1)} in its last dimension, but must have 1. "
+            "Call .contiguous(), or keep that dimension innermost when the tensor is made."
+        )

@@ -1,0 +1,174 @@
+"""What attention must know about one step's batch, and the cache of one layer.
+
+Knows how tokens map to sequences, blocks and slots; does not know who chose the batch. Both types
+are passed as arguments to every op that needs them. Read `ops/attention.py` next.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nv_kernels.checks import check_tensor
+from nv_kernels.errors import KernelInputError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class LayerKVCache(NamedTuple):
+    """The paged keys and values of one layer.
+
+    Both tensors are [num_blocks, block_size, num_kv_heads, head_dim] with any strides, as long as
+    the last dimension is contiguous; two views of one allocation are fine.
+    """
+
+    key: Tensor
+    value: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionMetadata:
+    """One step's batch: which query tokens and which cached tokens belong to which sequence.
+
+    The tokens of all sequences stand one after the other in the token dimension. A sequence is a
+    pair (query length, context length); a whole prompt (equal lengths), a later chunk of a prompt
+    (a query shorter than its context) and a decode step (a query of 1) are values of that pair.
+
+    Padding, as captured graphs need it, is allowed in two places: sequences with query length 0
+    (their context length should be 0 too), which must follow the real ones, and tokens after the
+    last sequence (their slot should be -1).
+
+    All tensors are int32 and on one device. Their contents are trusted, not checked.
+    """
+
+    cu_seqlens_q: Tensor
+    """[num_seqs + 1]; the query tokens of sequence i are rows `[i]` to `[i + 1]`, starting at 0."""
+    context_lens: Tensor
+    """[num_seqs] tokens of each sequence in the cache, those of this step included."""
+    block_table: Tensor
+    """[num_seqs, max_num_blocks] block ids in the order of their tokens; -1 pads a row."""
+    slot_mapping: Tensor
+    """[num_tokens] `block_id * block_size + offset` of each token; -1 means "do not store"."""
+    max_query_len: int
+    """At least the longest query length of the batch, in tokens."""
+    max_context_len: int
+    """At least the longest context length of the batch, in tokens."""
+
+    def __post_init__(self) -> None:
+        """Checks that the parts describe the same batch.
+
+        Raises:
+            KernelInputError: A shape, dtype or device disagrees, or a limit is negative.
+        """
+        device = self.cu_seqlens_q.device
+        int32 = (torch.int32,)
+        check_tensor("cu_seqlens_q", self.cu_seqlens_q, "[num_seqs + 1]", [None], dtypes=int32)
+        num_seqs = self.cu_seqlens_q.shape[0] - 1
+        for name, tensor, layout, sizes in (
+            ("context_lens", self.context_lens, "[num_seqs]", [num_seqs]),
+            ("block_table", self.block_table, "[num_seqs, max_num_blocks]", [num_seqs, None]),
+            ("slot_mapping", self.slot_mapping, "[num_tokens]", [None]),
+        ):
+            check_tensor(name, tensor, layout, sizes, dtypes=int32, device=device)
+        for name, tensor in (
+            ("cu_seqlens_q", self.cu_seqlens_q),
+            ("context_lens", self.context_lens),
+            ("slot_mapping", self.slot_mapping),
+        ):
+            if not tensor.is_contiguous():
+                raise KernelInputError(
+                    f"{name} has strides {list(tensor.stride())}, but must be contiguous. "
+                    "Call .contiguous() on it."
+                )
+        if self.block_table.shape[1] > 1 and self.block_table.stride(1) != 1:
+            raise KernelInputError(
+                f"block_table has strides {list(self.block_table.stride())}, but each row must be "
+                "contiguous. Call .contiguous() on it."
+            )
+        for name, limit in (
+            ("max_query_len", self.max_query_len),
+            ("max_context_len", self.max_context_len),
+        ):
+            if limit < 0:
+                raise KernelInputError(
+                    f"{name} is {limit}, but a length in tokens is 0 or more. "
+                    "Pass the largest length of the batch."
+                )
+
+    @property
+    def num_seqs(self) -> int:
+        """Sequences in the batch, padding included."""
+        return self.context_lens.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        """Query tokens in the batch, padding included."""
+        return self.slot_mapping.shape[0]
+
+    @classmethod
+    def from_lists(
+        cls,
+        query_lens: Sequence[int],
+        context_lens: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+        *,
+        block_size: int,
+        device: torch.device | str = "cpu",
+    ) -> AttentionMetadata:
+        """Builds the metadata of a batch from plain numbers, slots included.
+
+        Meant for tests, benchmarks and first steps; an engine fills the tensors itself.
+
+        Args:
+            query_lens: Query tokens of each sequence in this step.
+            context_lens: Tokens of each sequence in the cache, those of this step included.
+            block_tables: Block ids of each sequence, enough for its context.
+            block_size: Tokens per block.
+            device: Where the tensors are made.
+
+        Returns:
+            The metadata; every query token has a slot.
+
+        Raises:
+            KernelInputError: The lists differ in length, a query is longer than its context, or a
+                block table is too short for its context.
+        """
+        if not len(query_lens) == len(context_lens) == len(block_tables):
+            raise KernelInputError(
+                f"query_lens, context_lens and block_tables have {len(query_lens)}, "
+                f"{len(context_lens)} and {len(block_tables)} entries, but must have one per "
+                "sequence. Pass lists of equal length."
+            )
+        slots: list[int] = []
+        for seq, (query_len, context_len, blocks) in enumerate(
+            zip(query_lens, context_lens, block_tables, strict=True)
+        ):
+            if not 0 <= query_len <= context_len <= len(blocks) * block_size:
+                raise KernelInputError(
+                    f"sequence {seq} has query length {query_len}, context length {context_len} "
+                    f"and {len(blocks)} blocks of {block_size} tokens, but the query must fit in "
+                    "the context and the context in the blocks. Correct the lengths or add blocks."
+                )
+            slots += [
+                blocks[position // block_size] * block_size + position % block_size
+                for position in range(context_len - query_len, context_len)
+            ]
+        width = max((len(blocks) for blocks in block_tables), default=0)
+        table = [list(blocks) + [-1] * (width - len(blocks)) for blocks in block_tables]
+
+        def int32(values: Sequence[object]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=device)
+
+        return cls(
+            cu_seqlens_q=int32([0, *accumulate(query_lens)]),
+            context_lens=int32(context_lens),
+            block_table=int32(table).reshape(len(table), width),
+            slot_mapping=int32(slots),
+            max_query_len=max(query_lens, default=0),
+            max_context_len=max(context_lens, default=0),
+        )

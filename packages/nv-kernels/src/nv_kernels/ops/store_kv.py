@@ -1,0 +1,72 @@
+"""Writing this step's keys and values into one layer's paged cache."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nv_kernels.checks import INDEX_DTYPES, check_last_dim_contiguous, check_tensor
+from nv_kernels.dispatch import choose_implementation
+from nv_kernels.reference.store_kv import store_kv as store_kv_reference
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def store_kv(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    backend: str = "auto",
+) -> None:
+    """Writes keys and values to their slots in the paged cache.
+
+    Args:
+        key: New keys, [num_tokens, num_kv_heads, head_dim], any dtype, the cache's too. Any
+            strides but a contiguous last dimension, so a slice of a fused projection will do.
+        value: New values, same shape and dtype as `key`, strides of their own.
+        key_cache: One layer's keys, [num_blocks, block_size, num_kv_heads, head_dim], any strides
+            but a contiguous last dimension. Changed in place, at the slots and nowhere else.
+        value_cache: One layer's values, same shape and dtype, strides of its own; changed too.
+        slot_mapping: Target slot `block_id * block_size + offset` of each token, [num_tokens]
+            int32 or int64, each below num_blocks * block_size; -1 means "do not store". No slot
+            may appear twice. The values are not checked.
+        backend: "auto", "torch" or "triton".
+
+    Raises:
+        KernelInputError: A shape, dtype, device or stride disagrees.
+
+    Source: "PagedAttention", section 4.2 (arXiv:2309.06180).
+    """
+    num_tokens = key.shape[0]
+    dtypes, device = (key_cache.dtype,), key_cache.device
+    cache_layout = "[num_blocks, block_size, num_kv_heads, head_dim]"
+    check_tensor("key_cache", key_cache, cache_layout, [None] * 4, dtypes=dtypes)
+    check_tensor(
+        "value_cache", value_cache, cache_layout, key_cache.shape, dtypes=dtypes, device=device
+    )
+    sizes = [num_tokens, *key_cache.shape[2:]]
+    layout = "[num_tokens, num_kv_heads, head_dim]"
+    check_tensor("key", key, layout, sizes, dtypes=dtypes, device=device)
+    check_tensor("value", value, layout, sizes, dtypes=dtypes, device=device)
+    check_tensor(
+        "slot_mapping",
+        slot_mapping,
+        "[num_tokens]",
+        [num_tokens],
+        dtypes=INDEX_DTYPES,
+        device=device,
+    )
+    check_last_dim_contiguous("key", key)
+    check_last_dim_contiguous("value", value)
+    check_last_dim_contiguous("key_cache", key_cache)
+    check_last_dim_contiguous("value_cache", value_cache)
+    check_last_dim_contiguous("slot_mapping", slot_mapping)
+    if choose_implementation(backend, device) == "triton":
+        from nv_kernels.triton.store_kv import store_kv as store_kv_triton
+
+        store_kv_triton(key, value, key_cache, value_cache, slot_mapping)
+    else:
+        store_kv_reference(key, value, key_cache, value_cache, slot_mapping)

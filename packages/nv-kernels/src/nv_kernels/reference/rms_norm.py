@@ -1,0 +1,26 @@
+"""RMSNorm, alone and with a residual, in plain PyTorch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+    """Implements `nv_kernels.ops.rms_norm.rms_norm`."""
+    # Out of place throughout: for fp32, `.to` returns `x` itself.
+    wide = x.to(torch.float32)
+    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * (wide * scale).to(x.dtype)
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, *, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Implements `nv_kernels.ops.rms_norm.add_rms_norm`."""
+    total = x + residual
+    return rms_norm(total, weight, eps=eps), total
