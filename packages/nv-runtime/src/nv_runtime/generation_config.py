@@ -1,0 +1,74 @@
+"""What a checkpoint's generation_config.json says: default sampling and end-of-sequence tokens.
+
+The file is taken at its word: every sampling value that it holds becomes the default, as in vLLM,
+and nothing else is read into it. In particular `do_sample: false` beside a temperature does not
+turn sampling off, and neither the file's absence nor `do_sample` alone makes decoding greedy; a
+caller who wants greedy decoding passes `temperature=0`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from nv_core import SamplingParams
+from nv_core.errors import ConfigError, RequestError
+
+__all__ = ["default_sampling_params", "eos_token_ids"]
+
+
+def default_sampling_params(generation_config: Mapping[str, Any]) -> SamplingParams:
+    """Makes the sampling parameters for requests that bring none.
+
+    Args:
+        generation_config: Content of generation_config.json; empty if the file is absent. Read
+            are temperature, top_p, top_k, min_p, repetition_penalty and max_new_tokens (as
+            `max_tokens`); a value of null counts as absent.
+
+    Raises:
+        ConfigError: A value in the file is out of range.
+    """
+    fields = {
+        "temperature": "temperature",
+        "top_p": "top_p",
+        "top_k": "top_k",
+        "min_p": "min_p",
+        "repetition_penalty": "repetition_penalty",
+        "max_new_tokens": "max_tokens",
+    }
+    values = {
+        ours: generation_config[theirs]
+        for theirs, ours in fields.items()
+        if generation_config.get(theirs) is not None
+    }
+    try:
+        return SamplingParams(**values)
+    except RequestError as error:
+        raise ConfigError(
+            f"generation_config.json: {error}; correct or remove the file."
+        ) from error
+
+
+def eos_token_ids(config: Mapping[str, Any], *, source: str) -> tuple[int, ...]:
+    """Reads `eos_token_id` of a config.json or generation_config.json.
+
+    Args:
+        config: The file's content.
+        source: The file's name, for the error message.
+
+    Returns:
+        The ids in the file's order without repeats; empty if there are none.
+
+    Raises:
+        ConfigError: The value is neither a token id nor a list of them.
+    """
+    value = config.get("eos_token_id")
+    if value is None:
+        return ()
+    ids = value if isinstance(value, (list, tuple)) else [value]
+    for token_id in ids:
+        if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
+            raise ConfigError(
+                f"{source}: eos_token_id must be a token id or a list of token ids, got {value!r}"
+            )
+    return tuple(dict.fromkeys(ids))

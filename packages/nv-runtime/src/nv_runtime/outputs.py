@@ -1,0 +1,120 @@
+"""What a caller gets back: plain data, shaped as vLLM's callers know it.
+
+Nothing here computes; `nv_runtime.engine` fills these and `nv_runtime.llm` returns them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+__all__ = ["CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"]
+
+
+@dataclass
+class Logprob:
+    """One token's log-probability at one position.
+
+    Args:
+        logprob: Natural logarithm of the probability under the raw logits.
+        rank: Place among all tokens, 1 for the most probable; None if not computed.
+        decoded_token: The token's text; None if not computed.
+    """
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass
+class RequestMetrics:
+    """When the stations of a request were reached, and how often it was set back.
+
+    Times are seconds on one monotonic clock of the engine's process; only their differences mean
+    anything. None is a station not reached yet.
+
+    Args:
+        arrival_time: The request was handed to the engine.
+        first_scheduled_time: The first step that computes some of it was launched.
+        first_token_time: Its first output token was known.
+        last_token_time: Its newest output token was known.
+        finished_time: It ended.
+        num_preemptions: How often it lost its KV blocks and had to compute them again.
+    """
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    finished_time: float | None = None
+    num_preemptions: int = 0
+
+    @property
+    def time_in_queue(self) -> float | None:
+        """Seconds from arrival to the first step."""
+        return _difference(self.arrival_time, self.first_scheduled_time)
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds from arrival to the first output token."""
+        return _difference(self.arrival_time, self.first_token_time)
+
+
+def _difference(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else end - start
+
+
+@dataclass
+class CompletionOutput:
+    """One answer to a prompt, complete or so far.
+
+    Args:
+        index: Its number among the answers to the same prompt.
+        text: The decoded text, without the stop string that ended it.
+        token_ids: All output tokens, the one that ended the answer included.
+        cumulative_logprob: Sum of the tokens' log-probabilities; None unless asked for.
+        logprobs: For each token, the log-probabilities by token id; None unless asked for.
+        finish_reason: `"stop"` (end-of-sequence or a stop was met), `"length"` (a limit was
+            reached), `"abort"` or `"error"`; None while the answer grows.
+        stop_reason: The stop token id or stop string that ended the answer; None if an
+            end-of-sequence token or something else did.
+    """
+
+    index: int
+    text: str
+    token_ids: Sequence[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def finished(self) -> bool:
+        """Whether this answer is complete."""
+        return self.finish_reason is not None
+
+
+@dataclass
+class RequestOutput:
+    """A prompt and its answers, complete or so far.
+
+    Args:
+        request_id: The request's name.
+        prompt: Its text; None if it was given as token ids.
+        prompt_token_ids: Its tokens.
+        outputs: The answers, one for each that was asked for.
+        finished: Whether all of them are complete.
+        num_cached_tokens: Prompt tokens whose KV entries came from the prefix cache; None if not
+            known yet.
+        metrics: When the request reached its stations; None if not recorded.
+        prompt_logprobs: For each prompt token, the log-probabilities by token id, None for the
+            first; None unless asked for.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput] = field(default_factory=list)
+    finished: bool = False
+    num_cached_tokens: int | None = None
+    metrics: RequestMetrics | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
