@@ -1,0 +1,229 @@
+"""Builds an engine from its options: checkpoint, model, KV pool, scheduler, in that order."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from nv_core import ConfigError, SamplingParams, Scheduler, SchedulerConfig
+from nv_kernels import AttentionBackend, select_attention_backend
+from nv_models import CausalLM, Checkpoint, ModelConfig, load_model, open_checkpoint
+from nv_runtime.engine import Engine
+from nv_runtime.engine_config import EngineConfig
+from nv_runtime.generation_config import default_sampling_params, eos_token_ids
+from nv_runtime.hub import resolve_model
+from nv_runtime.kv_cache import (
+    KVCacheSpec,
+    allocate_kv_cache,
+    estimate_activation_bytes,
+    size_kv_cache,
+)
+from nv_runtime.model_runner import ModelRunner
+from nv_runtime.sampler import derive_seed
+from nv_runtime.tokenizer import Tokenizer, load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_BLOCK_SIZES = {"flash_attn": 256, "triton": 64, "torch": 16}
+"""Tokens per KV block for each attention backend when the caller does not choose."""
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """A ready engine and what its front door needs to know.
+
+    Attributes:
+        engine: The engine.
+        tokenizer: Encodes prompts and decodes answers; None if it was skipped.
+        default_sampling_params: For requests that bring none.
+        model_config: The model's shape.
+        max_model_len: Most tokens of one sequence.
+    """
+
+    engine: Engine
+    tokenizer: Tokenizer | None
+    default_sampling_params: SamplingParams
+    model_config: ModelConfig
+    max_model_len: int
+
+
+def build_engine(config: EngineConfig) -> EngineParts:
+    """Builds an engine; logs how long each phase took.
+
+    Raises:
+        NvError: The options, the checkpoint or the memory do not allow it; the message says what
+            to change.
+    """
+    phases = _Phases()
+    device = config.resolve_device()
+    checkpoint = open_checkpoint(resolve_model(config.model, revision=config.revision))
+    model_config = checkpoint.config
+    dtype = config.resolve_dtype(model_config.dtype, device)
+    max_model_len = _resolve_max_model_len(config, model_config)
+    tokenizer = None if config.skip_tokenizer_init else load_tokenizer(checkpoint)
+    phases.end("configuration and tokenizer")
+
+    backend, block_size = _select_backend(config, model_config, device=device, dtype=dtype)
+    model = _load(checkpoint, config, backend=backend, device=device, dtype=dtype)
+    phases.end("weights")
+
+    spec = KVCacheSpec(
+        num_layers=model_config.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model_config.head_dim,
+        block_size=block_size,
+        dtype=dtype,
+    )
+    num_blocks = size_kv_cache(
+        spec,
+        device=device,
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        activation_bytes=estimate_activation_bytes(
+            model_config,
+            dtype=dtype,
+            max_num_tokens=max(config.max_num_batched_tokens, config.max_num_seqs),
+            max_num_seqs=config.max_num_seqs,
+        ),
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        kv_cache_memory_bytes=config.kv_cache_memory_bytes,
+        num_blocks=config.num_gpu_blocks_override,
+    )
+    kv_caches = allocate_kv_cache(spec, num_blocks, device=device)
+    phases.end("KV cache")
+
+    scheduler = Scheduler(
+        SchedulerConfig(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=max_model_len,
+            eos_token_ids=_all_eos_token_ids(checkpoint, tokenizer),
+            vocab_size=model_config.vocab_size,
+            enable_prefix_caching=config.enable_prefix_caching,
+            policy=config.scheduling_policy,
+        )
+    )
+    runner = ModelRunner(
+        model,
+        kv_caches,
+        block_size=block_size,
+        device=device,
+        seed_of=lambda seq_id: derive_seed(config.seed, seq_id),
+    )
+    phases.log()
+    return EngineParts(
+        engine=Engine(scheduler, runner, tokenizer=tokenizer, vocab_size=model_config.vocab_size),
+        tokenizer=tokenizer,
+        default_sampling_params=_default_sampling_params(config, checkpoint),
+        model_config=model_config,
+        max_model_len=max_model_len,
+    )
+
+
+class _Phases:
+    """Times the phases of a start."""
+
+    def __init__(self) -> None:
+        self._last = monotonic()
+        self._seconds: dict[str, float] = {}
+
+    def end(self, name: str) -> None:
+        now = monotonic()
+        self._seconds[name] = now - self._last
+        self._last = now
+
+    def log(self) -> None:
+        parts = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self._seconds.items())
+        logger.info("ready in %.2f s: %s", sum(self._seconds.values()), parts)
+
+
+def _resolve_max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:
+    trained = model_config.max_position_embeddings
+    if config.max_model_len is None:
+        return trained
+    if config.max_model_len > trained:
+        raise ConfigError(
+            f"max_model_len={config.max_model_len} is more than the {trained} positions that the "
+            "model was trained for; lower it"
+        )
+    return config.max_model_len
+
+
+def _select_backend(
+    config: EngineConfig, model_config: ModelConfig, *, device: torch.device, dtype: torch.dtype
+) -> tuple[AttentionBackend, int]:
+    """Picks backend and block size together: each may restrict the other."""
+
+    def select(name: str, block_size: int) -> AttentionBackend:
+        return select_attention_backend(
+            name,
+            device=device,
+            dtype=dtype,
+            head_dim=model_config.head_dim,
+            num_heads=model_config.num_heads,
+            num_kv_heads=model_config.num_kv_heads,
+            block_size=block_size,
+        )
+
+    name = config.attention_backend
+    if config.block_size is not None:
+        return select(name, config.block_size), config.block_size
+    # 256 is a size that every backend takes, so that "auto" chooses freely.
+    name = select(name, DEFAULT_BLOCK_SIZES.get(name, 256)).name
+    block_size = DEFAULT_BLOCK_SIZES[name]
+    return select(name, block_size), block_size
+
+
+def _load(
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    *,
+    backend: AttentionBackend,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> CausalLM:
+    with tqdm(
+        desc="Loading weights",
+        unit="B",
+        unit_scale=True,
+        unit_divisor=1024,
+        disable=not config.show_progress,
+    ) as bar:
+
+        def on_progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        return load_model(
+            checkpoint,
+            device=device,
+            dtype=dtype,
+            attention_backend=backend,
+            load_format=config.load_format,
+            seed=config.seed,
+            on_progress=on_progress,
+        )
+
+
+def _all_eos_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Joins what config, generation config and tokenizer each call the end of a sequence."""
+    ids = [
+        *checkpoint.config.eos_token_ids,
+        *eos_token_ids(checkpoint.generation_config, source="generation_config.json"),
+        *(tokenizer.eos_token_ids if tokenizer is not None else ()),
+    ]
+    return tuple(dict.fromkeys(ids))
+
+
+def _default_sampling_params(config: EngineConfig, checkpoint: Checkpoint) -> SamplingParams:
+    generation_config: dict[str, Any] = {}
+    if config.generation_config == "auto":
+        generation_config = dict(checkpoint.generation_config)
+    return default_sampling_params(generation_config)

@@ -1,0 +1,175 @@
+"""EngineConfig: every option of `LLM(...)`, checked, with its unit and meaning.
+
+This is the one list of options: `LLM` takes them as keywords, and the command line has a flag
+for each that makes sense there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+import torch
+
+from nv_core import ConfigError
+from nv_core.keywords import unknown_keyword_error
+
+if TYPE_CHECKING:
+    from nv_core import Policy
+
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "half": torch.float16,
+    "fp16": torch.float16,
+    "float32": torch.float32,
+    "float": torch.float32,
+    "fp32": torch.float32,
+}
+"""Names of dtypes that the option `dtype` accepts."""
+
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+GENERATION_CONFIGS = ("auto", "vllm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Options of one engine; nothing in it changes after it is made.
+
+    Args:
+        model: A local directory, a `.gguf` file, or a Hub id such as `Qwen/Qwen3-0.6B`.
+        revision: Branch, tag or commit on the Hub; None for the default branch.
+        dtype: "auto", "bfloat16", "float16" or "float32" (or a `torch.dtype`). "auto" is the
+            checkpoint's own dtype on CUDA, with float32 checkpoints in bfloat16, and float32 on
+            a CPU.
+        device: "auto" (CUDA if there is one, else the CPU), "cpu", "cuda" or "cuda:N".
+        max_model_len: Most tokens (prompt and output) of one sequence; None for what the model
+            was trained for.
+        max_num_seqs: Most sequences that hold KV blocks at once.
+        max_num_batched_tokens: Token budget of one step.
+        block_size: Tokens per KV block; None for the attention backend's best.
+        num_gpu_blocks_override: Number of KV blocks, whatever memory there is; None to size the
+            pool from memory.
+        gpu_memory_utilization: Share of the device's memory that the engine may fill with
+            weights, activations and KV blocks; CUDA only.
+        kv_cache_memory_bytes: Size of the KV pool in bytes; None to size it from memory.
+        tensor_parallel_size: Number of ranks that share the model; only 1 for now.
+        enforce_eager: Never replays CUDA graphs. Steps run eagerly in any case for now.
+        enable_prefix_caching: Whether equal prefixes share KV blocks.
+        attention_backend: "auto", "torch", "triton" or "flash_attn".
+        scheduling_policy: Name of a policy of nv-core, or a `Policy` object.
+        load_format: "auto", "safetensors", "gguf", or "dummy" for seeded random weights.
+        skip_tokenizer_init: Loads no tokenizer; prompts are token ids then, and outputs have no
+            text.
+        generation_config: "auto" takes the default sampling parameters from the model's
+            generation_config.json; "vllm" ignores that file's sampling parameters.
+        seed: Seed of dummy weights, and of the draws of requests that bring no seed.
+        show_progress: Whether loading shows a progress bar on standard error.
+
+    Raises:
+        ConfigError: A value is out of range; the message names field, value and range.
+        TypeError: An unknown keyword; the message names the nearest known one.
+    """
+
+    model: str
+    revision: str | None = None
+    dtype: str | torch.dtype = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    block_size: int | None = None
+    num_gpu_blocks_override: int | None = None
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory_bytes: int | None = None
+    tensor_parallel_size: int = 1
+    enforce_eager: bool = False
+    enable_prefix_caching: bool = True
+    attention_backend: str = "auto"
+    scheduling_policy: str | Policy = "mixed"
+    load_format: str = "auto"
+    skip_tokenizer_init: bool = False
+    generation_config: str = "auto"
+    seed: int = 0
+    show_progress: bool = True
+
+    def __new__(cls, **values: object) -> EngineConfig:
+        """Refuses unknown keywords before the generated `__init__` sees them."""
+        known = {field.name for field in fields(cls)}
+        for keyword in values:
+            if keyword not in known:
+                raise unknown_keyword_error("LLM", keyword, known)
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        """Checks every field."""
+        object.__setattr__(self, "model", str(self.model))
+        for name in ("max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
+            self._check_positive(name)
+        for name in (
+            "max_model_len",
+            "block_size",
+            "num_gpu_blocks_override",
+            "kv_cache_memory_bytes",
+        ):
+            if getattr(self, name) is not None:
+                self._check_positive(name)
+        if self.tensor_parallel_size != 1:
+            raise ConfigError(
+                f"tensor_parallel_size={self.tensor_parallel_size} is not supported yet; use 1"
+            )
+        share = self.gpu_memory_utilization
+        if not isinstance(share, (int, float)) or not 0 < share <= 1:
+            raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {share!r}")
+        if not isinstance(self.dtype, torch.dtype) and self.dtype not in ("auto", *DTYPES):
+            names = ", ".join(("auto", *DTYPES))
+            raise ConfigError(f"dtype must be one of {names}, got {self.dtype!r}")
+        self._check_choice("load_format", LOAD_FORMATS)
+        self._check_choice("generation_config", GENERATION_CONFIGS)
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
+            raise ConfigError(f"seed must be an integer in [0, 2**63), got {self.seed!r}")
+
+    def resolve_device(self) -> torch.device:
+        """Returns the device to run on.
+
+        Raises:
+            ConfigError: The device is unknown or absent.
+        """
+        if self.device == "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            device = torch.device(self.device)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}"
+            ) from error
+        if device.type not in ("cpu", "cuda"):
+            raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise ConfigError(
+                f"device={self.device!r} is not there: {torch.cuda.device_count()} CUDA devices "
+                "are visible; use device='cpu' or make the device visible"
+            )
+        return device
+
+    def resolve_dtype(self, checkpoint_dtype: torch.dtype, device: torch.device) -> torch.dtype:
+        """Returns the dtype of weights, activations and KV cache."""
+        if isinstance(self.dtype, torch.dtype):
+            return self.dtype
+        if self.dtype != "auto":
+            return DTYPES[self.dtype]
+        if device.type == "cpu":
+            # Half precision is slower than float32 on most CPUs, and less exact on all.
+            return torch.float32
+        return torch.bfloat16 if checkpoint_dtype == torch.float32 else checkpoint_dtype
+
+    def _check_positive(self, name: str) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}")
+
+    def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
+        value = getattr(self, name)
+        if value not in choices:
+            raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")

@@ -1,0 +1,299 @@
+"""LLM: the door to the engine. Code written for vLLM's `LLM` runs after changing the import."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from tqdm import tqdm
+
+from nv_core import RequestError, SamplingParams
+from nv_runtime.builder import build_engine
+from nv_runtime.engine_config import EngineConfig
+from nv_runtime.outputs import RequestOutput
+from nv_runtime.prompt import Prompt, split_prompts, split_sampling_params, tokenize_prompt
+from nv_runtime.request import Request, now
+from nv_runtime.stream import OutputStream
+from nv_runtime.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+"""One turn of a conversation: `{"role": ..., "content": ...}`."""
+
+
+class LLM:
+    """Generates text with one model.
+
+    Not thread-safe: use one `LLM` from one thread. Several iterators of `stream` may be open at
+    once; whichever is advanced drives the requests of all.
+    """
+
+    def __init__(self, model: str, **options: Any) -> None:  # noqa: ANN401 - see EngineConfig
+        """Loads a model and makes the engine ready.
+
+        Args:
+            model: A local directory, a `.gguf` file, or a Hub id such as `Qwen/Qwen3-0.6B`.
+            **options: The other fields of `nv_runtime.EngineConfig`, by name.
+
+        Raises:
+            TypeError: An unknown option; the message names the nearest known one.
+            NvError: The options, the checkpoint or the memory do not allow it; the message says
+                what to change.
+        """
+        self.config = EngineConfig(model=model, **options)
+        self._parts = build_engine(self.config)
+        self._is_shut_down = False
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Completes prompts.
+
+        Args:
+            prompts: One prompt or a list: text, `{"prompt": text}`,
+                `{"prompt_token_ids": [...]}`, or a list of token ids.
+            sampling_params: One for all, one for each, or None for the model's defaults.
+            use_tqdm: Whether to show a progress bar on standard error.
+
+        Returns:
+            One output per prompt, in the order of the prompts.
+
+        Raises:
+            RequestError: A prompt or its parameters cannot be served; none of the prompts is
+                left running.
+        """
+        requests = self._add_requests(prompts, sampling_params)
+        engine = self._parts.engine
+        progress = _Progress(requests, disable=not use_tqdm)
+        try:
+            while progress.is_open:
+                engine.step()
+                progress.update()
+        finally:
+            progress.close()
+            self._abort_unfinished(requests)
+        return [request.take_output() for request in requests]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers conversations.
+
+        Args:
+            messages: One conversation or a list of them; each is a list of messages.
+            sampling_params: One for all, one for each, or None for the model's defaults.
+            use_tqdm: Whether to show a progress bar on standard error.
+            chat_template: A Jinja template to use instead of the model's.
+            add_generation_prompt: Whether the rendered text ends by opening the answer.
+            continue_final_message: Whether the answer goes on in the last message instead.
+            tools: Descriptions of tools for the template.
+            chat_template_kwargs: Further variables of the template, such as `enable_thinking`.
+
+        Returns:
+            One output per conversation, in order.
+
+        Raises:
+            RequestError: A conversation cannot be rendered or served.
+        """
+        conversations = _split_conversations(messages)
+        prompts = [
+            self.render_chat(
+                conversation,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Renders one conversation into a prompt for `generate` or `stream`.
+
+        Args:
+            messages: The conversation.
+            chat_template: See `chat`.
+            add_generation_prompt: See `chat`.
+            continue_final_message: See `chat`.
+            tools: See `chat`.
+            chat_template_kwargs: See `chat`.
+
+        Returns:
+            The prompt's text and tokens. The template has written every special token already,
+            so the tokenizer adds none.
+
+        Raises:
+            RequestError: The conversation cannot be rendered.
+        """
+        tokenizer = self.get_tokenizer()
+        text = tokenizer.apply_chat_template(
+            messages,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            **(chat_template_kwargs or {}),
+        )
+        token_ids = tokenizer.encode(text, add_special_tokens=False)
+        return {"prompt": text, "prompt_token_ids": token_ids}
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> OutputStream:
+        """Completes prompts and yields each answer as it grows.
+
+        Args:
+            prompts: As for `generate`.
+            sampling_params: As for `generate`.
+
+        Returns:
+            An iterator over cumulative outputs, one whenever a request has new tokens; the last
+            of each request has `finished` set. Closing the iterator aborts what is unfinished.
+
+        Raises:
+            RequestError: At the call, not at the first step: a prompt cannot be served.
+        """
+        return OutputStream(self._parts.engine, self._add_requests(prompts, sampling_params))
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Returns the model's tokenizer.
+
+        Raises:
+            RequestError: The engine was made with `skip_tokenizer_init=True`.
+        """
+        if self._parts.tokenizer is None:
+            raise RequestError(
+                "the engine has no tokenizer (skip_tokenizer_init=True); pass token ids"
+            )
+        return self._parts.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Returns the parameters of requests that bring none."""
+        return self._parts.default_sampling_params
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens, prompt and output, of one sequence."""
+        return self._parts.max_model_len
+
+    def shutdown(self) -> None:
+        """Ends all requests and frees the model's memory; calling it again does nothing."""
+        if not self._is_shut_down:
+            self._is_shut_down = True
+            del self._parts
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.shutdown()
+
+    def _add_requests(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[Request]:
+        if self._is_shut_down:
+            raise RequestError("this LLM has been shut down; make a new one")
+        items = split_prompts(prompts)
+        params = split_sampling_params(
+            sampling_params, self._parts.default_sampling_params, len(items)
+        )
+        requests: list[Request] = []
+        try:
+            for item, item_params in zip(items, params, strict=True):
+                tokenized = tokenize_prompt(item, self._parts.tokenizer)
+                requests.append(self._parts.engine.add_request(tokenized, item_params))
+        except RequestError as error:
+            self._abort_unfinished(requests)
+            if len(items) == 1:
+                raise
+            raise RequestError(f"prompt {len(requests)}: {error}") from error
+        return requests
+
+    def _abort_unfinished(self, requests: list[Request]) -> None:
+        if self._is_shut_down:
+            return
+        for request in requests:
+            if not request.is_finished:
+                self._parts.engine.abort_request(request.request_id)
+
+
+class _Progress:
+    """A bar over finished requests with the rates of the tokens so far."""
+
+    def __init__(self, requests: list[Request], *, disable: bool) -> None:
+        self._open = requests
+        self._requests = requests
+        self._start = now()
+        self._bar = tqdm(
+            total=len(requests),
+            desc="Processed prompts",
+            disable=disable,
+            dynamic_ncols=True,
+        )
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self._open)
+
+    def update(self) -> None:
+        still_open = [request for request in self._open if not request.is_finished]
+        num_finished = len(self._open) - len(still_open)
+        self._open = still_open
+        if not self._bar.disable and num_finished:
+            seconds = max(now() - self._start, 1e-9)
+            num_input = sum(
+                r.sequence.num_prompt_tokens for r in self._requests if r.metrics.first_token_time
+            )
+            num_output = sum(r.sequence.num_output_tokens for r in self._requests)
+            self._bar.set_postfix_str(
+                f"est. speed input: {num_input / seconds:.2f} toks/s, "
+                f"output: {num_output / seconds:.2f} toks/s",
+                refresh=False,
+            )
+            self._bar.update(num_finished)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+def _split_conversations(
+    messages: Sequence[Message] | Sequence[Sequence[Message]],
+) -> list[Sequence[Message]]:
+    if not messages:
+        raise RequestError("messages is empty; a conversation needs at least one message")
+    if isinstance(messages[0], Mapping):
+        return [messages]  # type: ignore[list-item]
+    return list(messages)  # type: ignore[arg-type]

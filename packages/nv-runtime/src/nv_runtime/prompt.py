@@ -1,0 +1,124 @@
+"""Prompts in all the forms that callers may write them, brought into one.
+
+A prompt is text, `{"prompt": text}`, `{"prompt_token_ids": [...]}` or a list of token ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypedDict
+
+from nv_core import RequestError, SamplingParams
+from nv_runtime.tokenizer import Tokenizer
+
+
+class TextPrompt(TypedDict):
+    """A prompt given as text."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """A prompt given as token ids."""
+
+    prompt_token_ids: list[int]
+
+
+Prompt = str | TextPrompt | TokensPrompt | Sequence[int]
+"""One prompt, in any of its forms."""
+
+
+@dataclass(frozen=True)
+class TokenizedPrompt:
+    """A prompt ready for the scheduler.
+
+    Attributes:
+        text: The text it was given as; None if it was given as token ids.
+        token_ids: Its tokens; not checked yet.
+    """
+
+    text: str | None
+    token_ids: list[int]
+
+
+def split_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Tells one prompt from a list of them.
+
+    A list of integers is one prompt, any other list (an empty one too) is a list of prompts.
+    """
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]  # type: ignore[list-item]
+    if not isinstance(prompts, Sequence):
+        raise RequestError(
+            "prompts must be text, a mapping with 'prompt' or 'prompt_token_ids', a list of token "
+            f"ids, or a list of these; got {type(prompts).__name__}"
+        )
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def split_sampling_params(
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    default: SamplingParams,
+    num_prompts: int,
+) -> list[SamplingParams]:
+    """Gives each prompt its parameters.
+
+    Args:
+        sampling_params: None, one for all prompts, or one for each.
+        default: What None means.
+        num_prompts: How many prompts there are.
+
+    Raises:
+        RequestError: The number of parameters differs from that of the prompts.
+    """
+    if sampling_params is None:
+        return [default] * num_prompts
+    if isinstance(sampling_params, SamplingParams):
+        return [sampling_params] * num_prompts
+    if not isinstance(sampling_params, Sequence) or not all(
+        isinstance(item, SamplingParams) for item in sampling_params
+    ):
+        raise RequestError(
+            "sampling_params must be None, a SamplingParams, or a list of them, got "
+            f"{sampling_params!r}"
+        )
+    if len(sampling_params) != num_prompts:
+        raise RequestError(
+            f"sampling_params has {len(sampling_params)} entries for {num_prompts} prompts; give "
+            "one for all or one for each"
+        )
+    return list(sampling_params)
+
+
+def tokenize_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> TokenizedPrompt:
+    """Turns any form of a prompt into tokens.
+
+    Raises:
+        RequestError: The form is unknown, or text came without a tokenizer to read it.
+    """
+    if isinstance(prompt, Mapping):
+        if "prompt_token_ids" in prompt:
+            text = prompt.get("prompt")
+            return TokenizedPrompt(text, _as_token_ids(prompt["prompt_token_ids"]))
+        if "prompt" not in prompt:
+            raise RequestError(
+                f"a prompt mapping needs 'prompt' or 'prompt_token_ids', got keys {sorted(prompt)}"
+            )
+        prompt = prompt["prompt"]
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise RequestError(
+                "prompt is text, but the engine has no tokenizer (skip_tokenizer_init=True); "
+                "pass token ids"
+            )
+        return TokenizedPrompt(prompt, tokenizer.encode(prompt))
+    return TokenizedPrompt(None, _as_token_ids(prompt))
+
+
+def _as_token_ids(value: object) -> list[int]:
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+        raise RequestError(f"prompt_token_ids must be a list of token ids, got {value!r:.80}")
+    return list(value)

@@ -1,0 +1,106 @@
+"""Request: the engine's side of one prompt, from arrival to the last word.
+
+It joins the scheduler's sequence with text and times; it decides nothing.
+"""
+
+from __future__ import annotations
+
+import time
+
+from nv_core import Sequence
+from nv_runtime.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from nv_runtime.tokenizer import Tokenizer
+
+
+class Request:
+    """One prompt and its growing answer.
+
+    Attributes:
+        request_id: The caller's or the engine's name for it.
+        sequence: Its tokens and progress, owned by the scheduler.
+        metrics: Times in seconds of `time.monotonic`.
+        has_news: Whether tokens have arrived or it has ended since `take_output` was last called.
+    """
+
+    def __init__(
+        self,
+        sequence: Sequence,
+        *,
+        prompt: str | None,
+        tokenizer: Tokenizer | None,
+        arrival_time: float,
+    ) -> None:
+        """Wraps a sequence that the scheduler has accepted.
+
+        Args:
+            sequence: The sequence.
+            prompt: The prompt's text; None if it was given as token ids.
+            tokenizer: Decodes the answer; None for an answer without text.
+            arrival_time: When the request came, in seconds of `time.monotonic`.
+        """
+        params = sequence.sampling_params
+        self.request_id = sequence.request_id
+        self.sequence = sequence
+        self.metrics = RequestMetrics(arrival_time=arrival_time)
+        self.has_news = False
+        self._prompt = prompt
+        self._text = ""
+        self._num_decoded = sequence.num_prompt_tokens
+        self._decoder = None
+        if tokenizer is not None and params.detokenize:
+            self._decoder = tokenizer.stream_decoder(skip_special_tokens=params.skip_special_tokens)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the answer is complete."""
+        return self.sequence.is_finished
+
+    def note_scheduled(self, now: float) -> None:
+        """Notes that a step computes some of it."""
+        if self.metrics.first_scheduled_time is None:
+            self.metrics.first_scheduled_time = now
+
+    def note_progress(self, now: float, *, sampled: bool) -> None:
+        """Notes that a token has arrived, or that it has ended, or both."""
+        metrics = self.metrics
+        if sampled:
+            if metrics.first_token_time is None:
+                metrics.first_token_time = now
+            metrics.last_token_time = now
+        if self.is_finished:
+            metrics.finished_time = now
+        self.has_news = True
+
+    def take_output(self) -> RequestOutput:
+        """Returns the answer so far; text is decoded only now, so that nobody waits for it."""
+        self.has_news = False
+        seq = self.sequence
+        self.metrics.num_preemptions = seq.num_preemptions
+        if self._decoder is not None:
+            self._text += self._decoder.push(seq.token_ids[self._num_decoded :])
+            self._num_decoded = seq.num_tokens
+            if self.is_finished:
+                self._text += self._decoder.finish()
+                self._decoder = None
+        finish_reason = seq.finish_reason
+        completion = CompletionOutput(
+            index=0,
+            text=self._text,
+            token_ids=seq.output_token_ids,
+            finish_reason=None if finish_reason is None else finish_reason.value,
+            stop_reason=seq.stop_reason,
+        )
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self._prompt,
+            prompt_token_ids=seq.prompt_token_ids,
+            outputs=[completion],
+            finished=self.is_finished,
+            num_cached_tokens=seq.num_cached_tokens,
+            metrics=self.metrics,
+        )
+
+
+def now() -> float:
+    """The engine's clock, in seconds."""
+    return time.monotonic()

@@ -1,0 +1,61 @@
+"""OutputStream: an iterator over the growing answers of some requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import TracebackType
+
+from nv_runtime.engine import Engine
+from nv_runtime.outputs import RequestOutput
+from nv_runtime.request import Request
+
+
+class OutputStream(Iterator[RequestOutput]):
+    """Drives the engine and yields each request's cumulative output when it has news.
+
+    Several streams may share an engine: whichever is advanced runs the steps of all. Closing a
+    stream, leaving its `with` block or dropping it aborts the requests that are unfinished.
+    """
+
+    def __init__(self, engine: Engine, requests: list[Request]) -> None:
+        """Takes requests that the engine has accepted.
+
+        Args:
+            engine: The engine.
+            requests: The requests to follow.
+        """
+        self._engine = engine
+        self._open = requests
+
+    def __next__(self) -> RequestOutput:
+        while self._open:
+            for position, request in enumerate(self._open):
+                if request.has_news:
+                    output = request.take_output()
+                    # Those before it had no news: look at those behind it first next time.
+                    self._open = self._open[position + 1 :] + self._open[: position + 1]
+                    if output.finished:
+                        self._open.pop()
+                    return output
+            self._engine.step()
+        raise StopIteration
+
+    def close(self) -> None:
+        """Aborts what is unfinished; calling it again does nothing."""
+        requests, self._open = self._open, []
+        for request in requests:
+            self._engine.abort_request(request.request_id)
+
+    def __enter__(self) -> OutputStream:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
