@@ -1,0 +1,286 @@
+"""What the metadata of a GGUF file says about the model, its sampling and its tokenizer.
+
+Works on plain values (a mapping from key to value), not on files; `gguf_checkpoint.py` reads those.
+Keys that change the computed numbers in a way this package does not know are refused by name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nv_models.config import ModelConfig
+from nv_models.config_values import ConfigValues
+from nv_models.errors import UnsupportedModelError, WeightError
+from nv_models.registry import find_gguf_architecture
+from nv_models.rope import RopeConfig, yarn_attention_factor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GGUFTokenizerData:
+    """A tokenizer as plain data, in the terms of the GGUF format.
+
+    Args:
+        model: Kind of tokenizer: "gpt2" (byte-level BPE) or "llama" (SentencePiece) in the
+            supported families.
+        pre: Name of the rules that split text before BPE ("qwen2", "llama-bpe", "smollm", ...), or
+            None.
+        tokens: Text of each token id, in the spelling of the kind (byte-level symbols for "gpt2").
+        token_types: Type of each token id (1 normal, 2 unknown, 3 control, 4 user-defined,
+            5 unused, 6 byte), or None when the file has no types.
+        scores: Score of each token id ("llama"), or None.
+        merges: BPE merges in order of preference, each "left right" ("gpt2"), or None.
+        bos_token_id: Starts a sequence, or None.
+        eos_token_id: Ends a sequence, or None.
+        eot_token_id: Ends a turn, or None.
+        eom_token_id: Ends a message that a tool answers, or None.
+        unknown_token_id: Stands for text without a token, or None.
+        padding_token_id: Fills up batches, or None.
+        add_bos: Whether `bos_token_id` is put before a text; None when the file does not say.
+        add_eos: Whether `eos_token_id` is put behind a text; None when the file does not say.
+        add_space_prefix: Whether a space is put before a text; None when the file does not say.
+        chat_template: Jinja template of a conversation, or None.
+    """
+
+    model: str
+    pre: str | None
+    tokens: tuple[str, ...]
+    token_types: tuple[int, ...] | None
+    scores: tuple[float, ...] | None
+    merges: tuple[str, ...] | None
+    bos_token_id: int | None
+    eos_token_id: int | None
+    eot_token_id: int | None
+    eom_token_id: int | None
+    unknown_token_id: int | None
+    padding_token_id: int | None
+    add_bos: bool | None
+    add_eos: bool | None
+    add_space_prefix: bool | None
+    chat_template: str | None
+
+
+def read_gguf_tokenizer(metadata: Mapping[str, Any], *, source: str) -> GGUFTokenizerData:
+    """Reads the tokenizer from GGUF metadata.
+
+    Args:
+        metadata: Values of all keys below "tokenizer.".
+        source: What messages call the file.
+
+    Raises:
+        ConfigError: The file has no tokenizer, or a value is of the wrong type.
+    """
+    values = ConfigValues(metadata, source)
+
+    def get(name: str) -> Any:  # noqa: ANN401 - typed by the fields of the result
+        return metadata.get(f"tokenizer.ggml.{name}")
+
+    def get_tuple(name: str) -> Any:  # noqa: ANN401 - typed by the fields of the result
+        value = get(name)
+        return None if value is None else tuple(value)
+
+    return GGUFTokenizerData(
+        model=values.text("tokenizer.ggml.model"),
+        pre=get("pre"),
+        tokens=get_tuple("tokens") or (),
+        token_types=get_tuple("token_type"),
+        scores=get_tuple("scores"),
+        merges=get_tuple("merges"),
+        bos_token_id=get("bos_token_id"),
+        eos_token_id=get("eos_token_id"),
+        eot_token_id=get("eot_token_id"),
+        eom_token_id=get("eom_token_id"),
+        unknown_token_id=get("unknown_token_id"),
+        padding_token_id=get("padding_token_id"),
+        add_bos=get("add_bos_token"),
+        add_eos=get("add_eos_token"),
+        add_space_prefix=get("add_space_prefix"),
+        chat_template=metadata.get("tokenizer.chat_template"),
+    )
+
+
+_SAMPLING_KEYS = {
+    "general.sampling.temp": "temperature",
+    "general.sampling.top_k": "top_k",
+    "general.sampling.top_p": "top_p",
+    "general.sampling.min_p": "min_p",
+    "general.sampling.penalty_repeat": "repetition_penalty",
+}
+
+
+def read_gguf_generation_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the recommended sampling of a GGUF file in the names of generation_config.json."""
+    return {
+        name: metadata[key] for key, name in _SAMPLING_KEYS.items() if metadata.get(key) is not None
+    }
+
+
+def read_gguf_config(
+    metadata: Mapping[str, Any],
+    tensor_shapes: Mapping[str, tuple[int, ...]],
+    *,
+    dtype: torch.dtype,
+    frequency_divisors: tuple[float, ...] | None,
+    source: str,
+) -> ModelConfig:
+    """Reads the model from GGUF metadata.
+
+    Biases and tied embeddings have no key of their own: they follow from which tensors exist.
+
+    Args:
+        metadata: Values of the keys; those below "tokenizer." may be left out, but for token ids.
+        tensor_shapes: Shape of each tensor, by its GGUF name.
+        dtype: What the config shall declare.
+        frequency_divisors: Contents of the tensor "rope_freqs.weight", or None without it.
+        source: What messages call the file.
+
+    Raises:
+        ConfigError: A key is missing or of the wrong type.
+        UnsupportedModelError: The model needs something that this package does not compute.
+        WeightError: There is no embedding, which the size of the vocabulary follows from.
+    """
+    values = ConfigValues(metadata, source)
+    prefix = values.text("general.architecture")
+    architecture = find_gguf_architecture(prefix)
+    _refuse_unsupported_keys(metadata, prefix, source)
+    if "token_embd.weight" not in tensor_shapes:
+        raise WeightError(f"{source} has no tensor token_embd.weight; download it again")
+
+    def per_layer(name: str, default: int | None = None) -> int:
+        return _same_in_all_layers(metadata, f"{prefix}.{name}", default, source)
+
+    num_heads = per_layer("attention.head_count")
+    context_length = values.integer(f"{prefix}.context_length")
+    hidden_size = values.integer(f"{prefix}.embedding_length")
+    end_keys = ("eos_token_id", "eot_token_id", "eom_token_id")
+    end_ids = [metadata.get(f"tokenizer.ggml.{key}") for key in end_keys]
+    return ModelConfig(
+        architecture=architecture.name,
+        vocab_size=tensor_shapes["token_embd.weight"][0],
+        hidden_size=hidden_size,
+        intermediate_size=per_layer("feed_forward_length"),
+        num_layers=values.integer(f"{prefix}.block_count"),
+        num_heads=num_heads,
+        num_kv_heads=per_layer("attention.head_count_kv", num_heads),
+        head_dim=_read_head_dim(values, prefix, hidden_size // max(num_heads, 1), source),
+        max_position_embeddings=context_length,
+        rms_norm_eps=values.number(f"{prefix}.attention.layer_norm_rms_epsilon"),
+        rope=_read_rope(values, prefix, context_length, frequency_divisors, source),
+        tie_word_embeddings="output.weight" not in tensor_shapes,
+        qk_norm=architecture.qk_norm,
+        qkv_bias=architecture.always_has_qkv_bias or "blk.0.attn_q.bias" in tensor_shapes,
+        o_proj_bias="blk.0.attn_output.bias" in tensor_shapes,
+        mlp_bias="blk.0.ffn_gate.bias" in tensor_shapes,
+        dtype=dtype,
+        eos_token_ids=tuple(dict.fromkeys(i for i in end_ids if i is not None)),
+        bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
+    )
+
+
+def _refuse_unsupported_keys(metadata: Mapping[str, Any], prefix: str, source: str) -> None:
+    features = {
+        f"{prefix}.expert_count": "mixture of experts",
+        f"{prefix}.attention.sliding_window": "sliding-window attention",
+        f"{prefix}.attention.scale": "a scale of attention other than 1 / sqrt(head_dim)",
+        f"{prefix}.attention.clamp_kqv": "clamping of queries, keys and values",
+        f"{prefix}.attention.max_alibi_bias": "ALiBi",
+        f"{prefix}.logit_scale": "scaling of logits",
+        f"{prefix}.embedding_scale": "scaling of embeddings",
+        f"{prefix}.residual_scale": "scaling of the residual stream",
+    }
+    for key, feature in features.items():
+        if metadata.get(key):
+            raise UnsupportedModelError(
+                f"{feature} is not supported ({key} = {metadata[key]} in {source})"
+            )
+    if metadata.get(f"{prefix}.attention.causal") is False:
+        raise UnsupportedModelError(
+            f"bidirectional attention is not supported ({prefix}.attention.causal is false in "
+            f"{source})"
+        )
+    if metadata.get("split.count", 1) > 1:
+        raise UnsupportedModelError(
+            f"{source} is one of {metadata['split.count']} parts of a split GGUF file: merge them "
+            "first, with llama.cpp's `llama-gguf-split --merge`"
+        )
+
+
+def _same_in_all_layers(
+    metadata: Mapping[str, Any], key: str, default: int | None, source: str
+) -> int:
+    value = metadata.get(key)
+    if isinstance(value, list):
+        if len(set(value)) != 1:
+            raise UnsupportedModelError(
+                f"layers that differ are not supported ({key} = {value} in {source})"
+            )
+        return int(value[0])
+    return ConfigValues(metadata, source).integer(key, default)
+
+
+def _read_head_dim(values: ConfigValues, prefix: str, default: int, source: str) -> int:
+    rotary_dim = values.integer(f"{prefix}.rope.dimension_count", 0)
+    head_dim = values.integer(f"{prefix}.attention.key_length", rotary_dim or default)
+    value_dim = values.integer(f"{prefix}.attention.value_length", head_dim)
+    if value_dim != head_dim:
+        raise UnsupportedModelError(
+            f"values of another size than keys are not supported ({prefix}.attention.value_length "
+            f"= {value_dim}, key_length = {head_dim} in {source})"
+        )
+    if rotary_dim not in (0, head_dim):
+        raise UnsupportedModelError(
+            f"partial rotary embedding is not supported ({prefix}.rope.dimension_count = "
+            f"{rotary_dim} of {head_dim} in {source})"
+        )
+    return head_dim
+
+
+def _read_rope(
+    values: ConfigValues,
+    prefix: str,
+    context_length: int,
+    frequency_divisors: tuple[float, ...] | None,
+    source: str,
+) -> RopeConfig:
+    theta = values.number(f"{prefix}.rope.freq_base", 10000.0)
+    scaling = f"{prefix}.rope.scaling"
+    kind = values.text(f"{scaling}.type", "none")
+    if frequency_divisors is not None and kind != "none":
+        raise UnsupportedModelError(
+            f"rope_freqs.weight together with {scaling}.type = {kind!r} is not supported "
+            f"(in {source})"
+        )
+    # Files from before the scaling keys had one key for linear scaling.
+    factor = values.number(f"{scaling}.factor", values.number(f"{prefix}.rope.scale_linear", 1.0))
+    if kind == "linear" or (kind == "none" and factor != 1.0):
+        return RopeConfig(theta=theta, rope_type="linear", factor=factor)
+    if kind == "none":
+        return RopeConfig(theta=theta, frequency_divisors=frequency_divisors)
+    if kind != "yarn":
+        raise UnsupportedModelError(
+            f"{scaling}.type {kind!r} in {source} is not supported; "
+            "supported are none, linear and yarn"
+        )
+    for name in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
+        if values.number(f"{scaling}.{name}", 1.0) != 1.0:
+            raise UnsupportedModelError(
+                f"{scaling}.{name} other than 1 in {source} is not supported"
+            )
+    if values.number(f"{scaling}.yarn_log_multiplier", 0.0):
+        raise UnsupportedModelError(f"{scaling}.yarn_log_multiplier in {source} is not supported")
+    return RopeConfig(
+        theta=theta,
+        rope_type="yarn",
+        factor=factor,
+        original_max_position_embeddings=values.integer(
+            f"{scaling}.original_context_length", context_length
+        ),
+        attention_factor=yarn_attention_factor(factor),
+        beta_fast=values.number(f"{scaling}.yarn_beta_fast", 32.0),
+        beta_slow=values.number(f"{scaling}.yarn_beta_slow", 1.0),
+    )

@@ -1,0 +1,1 @@
+"""The layers of a decoder, each holding one rank's share of its weights."""

@@ -1,0 +1,93 @@
+"""Runs a model step by step over a paged KV cache whose unused memory is NaN.
+
+A stand-in for an engine: block tables are scattered on purpose (no two neighbouring blocks of a
+sequence are neighbours in the pool), and everything that no token was stored into is NaN, so that
+reading a slot too many shows in the logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from nv_kernels import AttentionMetadata, LayerKVCache
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from nv_models import CausalLM
+
+
+@dataclass
+class PagedSequence:
+    """One sequence: all of its tokens, and how many of them are in the cache."""
+
+    token_ids: list[int]
+    block_table: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+
+
+class PagedRunner:
+    """Owns a KV pool of a model and computes steps over any mix of sequences."""
+
+    def __init__(self, model: CausalLM, *, block_size: int = 4, num_blocks: int = 64) -> None:
+        self.model = model
+        self.block_size = block_size
+        head_dim = model.config.head_dim
+        device = next(model.parameters()).device
+        shape = (num_blocks, block_size, model.num_kv_heads, head_dim)
+
+        def poisoned() -> Tensor:
+            return torch.full(shape, torch.nan, dtype=model.dtype, device=device)
+
+        self.kv_caches = [
+            LayerKVCache(poisoned(), poisoned()) for _ in range(model.config.num_layers)
+        ]
+        self.device = device
+        # Odd ids first, then even ones: consecutive blocks of a sequence are never neighbours.
+        self._free = [*range(1, num_blocks, 2), *range(0, num_blocks, 2)]
+
+    def step(self, batch: Sequence[tuple[PagedSequence, int]]) -> list[Tensor]:
+        """Computes the next tokens of each sequence.
+
+        Args:
+            batch: Each sequence with the number of its tokens to compute.
+
+        Returns:
+            For each sequence the logits of these tokens, [number, vocab_size] fp32 on the CPU.
+        """
+        token_ids: list[int] = []
+        positions: list[int] = []
+        for sequence, number in batch:
+            start = sequence.num_computed_tokens
+            stop = start + number
+            while len(sequence.block_table) * self.block_size < stop:
+                sequence.block_table.append(self._free.pop(0))
+            token_ids += sequence.token_ids[start:stop]
+            positions += range(start, stop)
+            sequence.num_computed_tokens = stop
+        metadata = AttentionMetadata.from_lists(
+            [number for _, number in batch],
+            [sequence.num_computed_tokens for sequence, _ in batch],
+            [sequence.block_table for sequence, _ in batch],
+            block_size=self.block_size,
+            device=self.device,
+        )
+        hidden = self.model(
+            torch.tensor(token_ids, device=self.device),
+            torch.tensor(positions, device=self.device),
+            self.kv_caches,
+            metadata,
+        )
+        logits = self.model.compute_logits(hidden).float().cpu()
+        return list(torch.split(logits, [number for _, number in batch]))
+
+    def prompt_logits(self, token_ids: Sequence[int], *, chunks: Sequence[int] = ()) -> Tensor:
+        """Computes a fresh prompt in chunks (default: one); returns [num_tokens, vocab_size]."""
+        sequence = PagedSequence(list(token_ids))
+        sizes = list(chunks) or [len(sequence.token_ids)]
+        return torch.cat([self.step([(sequence, size)])[0] for size in sizes])
