@@ -15,12 +15,13 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     # Out of place throughout: for fp32, `.to` returns `x` itself.
     wide = x.to(torch.float32)
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * (wide * scale).to(x.dtype)
+    # PyTorch keeps the layout of a transposed `x`; the contract is a contiguous result.
+    return (weight * (wide * scale).to(x.dtype)).contiguous()
 
 
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, *, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Implements `nv_kernels.ops.rms_norm.add_rms_norm`."""
-    total = x + residual
+    total = (x + residual).contiguous()
     return rms_norm(total, weight, eps=eps), total

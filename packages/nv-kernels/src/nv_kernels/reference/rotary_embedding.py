@@ -25,4 +25,5 @@ def rotary_embedding(
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = cos.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+    return rotated.contiguous()

@@ -13,4 +13,4 @@ if TYPE_CHECKING:
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """Implements `nv_kernels.ops.silu_and_mul.silu_and_mul`."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return silu(gate) * up
+    return (silu(gate) * up).contiguous()

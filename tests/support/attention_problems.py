@@ -1,0 +1,123 @@
+"""Attention problems for the kernel tests: a batch, its tensors, and the comparison with fp64."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from kernel_oracles import (
+    Batch,
+    Target,
+    assert_close,
+    assert_same_bits,
+    attention_oracle,
+    make_cache,
+    random_tensor,
+)
+from nv_kernels import (
+    AttentionMetadata,
+    LayerKVCache,
+    available_attention_backends,
+    paged_attention,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Half types: the probabilities are rounded to the dtype before they meet the values, which moves
+# a weighted mean of values under 5 by up to half a unit of eps * 5, and the result is rounded once
+# more. fp32: a score sums 256 products, and the softmax turns its error into a relative one.
+ATOL = {torch.float32: 2e-5, torch.float16: 5 * 2**-10, torch.bfloat16: 5 * 2**-7}
+
+
+def metadata_of(batch: Batch, device: str) -> AttentionMetadata:
+    """States the batch in tensors, in the words of AttentionMetadata's docstring."""
+    width = max(len(table) for table in batch.block_tables) + 1  # at least one column of padding
+    slots = [
+        block * batch.block_size + offset
+        for seq, (query_len, context_len) in enumerate(batch.lens)
+        for block, offset in (
+            batch.slot(seq, position)
+            for position in range(max(context_len - query_len, 0), context_len)
+        )
+    ]
+    slots += [-1] * (batch.num_tokens - len(slots))
+
+    def int32(values: object) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    return AttentionMetadata(
+        cu_seqlens_q=int32(batch.query_starts),
+        context_lens=int32([context_len for _, context_len in batch.lens]),
+        block_table=int32([[*table, *[-1] * (width - len(table))] for table in batch.block_tables]),
+        slot_mapping=int32(slots),
+        max_query_len=max(query_len for query_len, _ in batch.lens),
+        max_context_len=max(context_len for _, context_len in batch.lens),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    batch: Batch
+    query: Tensor
+    kv_cache: LayerKVCache
+    metadata: AttentionMetadata
+    scale: float
+
+    @classmethod
+    def make(
+        cls,
+        batch: Batch,
+        target: Target,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        layout: str = "contiguous",
+        seed: int = 0,
+    ) -> Problem:
+        width = num_heads + 2 * num_kv_heads
+        qkv = random_tensor(seed, batch.num_tokens, width, head_dim, target=target)
+        key, value = (
+            make_cache(batch, num_kv_heads, head_dim, layout, seed=start, target=target)
+            for start in (seed + 1000, seed + 2000)
+        )
+        return cls(
+            batch=batch,
+            query=qkv[:, :num_heads],
+            kv_cache=LayerKVCache(key, value),
+            metadata=metadata_of(batch, target.device),
+            scale=head_dim**-0.5,
+        )
+
+    def run(self, backend: str) -> Tensor:
+        _, block_size, num_kv_heads, head_dim = self.kv_cache.key.shape
+        reason = available_attention_backends(
+            device=self.query.device,
+            dtype=self.query.dtype,
+            head_dim=head_dim,
+            num_heads=self.query.shape[1],
+            num_kv_heads=num_kv_heads,
+            block_size=block_size,
+        )[backend]
+        if reason is not None:
+            # Only the optional package may be missing or limited; ours must take every problem.
+            assert backend == "flash_attn", reason
+            pytest.skip(reason)
+        return paged_attention(
+            self.query, self.kv_cache, self.metadata, scale=self.scale, backend=backend
+        )
+
+    def check(self, backend: str) -> None:
+        before = [tensor.clone() for tensor in (self.query, *self.kv_cache)]
+        actual = self.run(backend)
+        assert actual.shape == self.query.shape
+        assert actual.dtype == self.query.dtype
+        assert actual.is_contiguous()
+        expected = attention_oracle(self.query, *self.kv_cache, self.batch, self.scale)
+        assert_close(actual, expected, rtol=0, atol=ATOL[self.query.dtype])
+        for tensor, copy in zip((self.query, *self.kv_cache), before, strict=True):
+            assert_same_bits(tensor, copy)
