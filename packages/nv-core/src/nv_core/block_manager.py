@@ -12,7 +12,8 @@ hash only finds candidates; a hit requires that the tokens are equal and that th
 very object already verified, so equal hashes of different content can never select a block
 (64-bit xxHash collisions can be built on purpose). Copies of the same content share one
 `CachedPrefix`, also when one copy was dropped and computed again, so a parent that comes back
-finds its children.
+finds its children. For that an entry stays as long as any block holds its content or any entry
+has it as its parent; what nothing needs any more goes at once.
 
 Cost: O(1) a block for every operation, whatever the size of the pool. The free list is a
 doubly linked list in two plain lists, since taking a hit out of its middle must not search.
@@ -34,8 +35,9 @@ class CachedPrefix:
         hash: Chained hash of the content.
         parent: The content of all blocks but the last; None for a first block.
         tokens: The last block's tokens, four bytes each.
-        block_id: The newest block that holds it; None while no block does.
-        older_block_ids: Further blocks that hold it, newest last; None if there are none.
+        block_id: The block that a hit gets, the newest that holds it; None while a hit gets none.
+        older_block_ids: Further blocks that hold it, newest last (an ordered set, so that any of
+            them can go in O(1)); None if there never were any.
         num_children: How many indexed prefixes have this one as their parent.
         next_in_bucket: The next prefix with the same hash.
     """
@@ -56,14 +58,19 @@ class CachedPrefix:
         self.parent = parent
         self.tokens = tokens
         self.block_id: int | None = None
-        self.older_block_ids: list[int] | None = None
+        self.older_block_ids: dict[int, None] | None = None
         self.num_children = 0
         self.next_in_bucket: CachedPrefix | None = None
 
     def block_ids(self) -> list[int]:
         """All blocks that hold this content, oldest first."""
-        older = self.older_block_ids or []
+        older = list(self.older_block_ids or ())
         return older if self.block_id is None else [*older, self.block_id]
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether a block holds it or an indexed prefix continues it."""
+        return self.block_id is not None or self.num_children > 0 or bool(self.older_block_ids)
 
 
 class BlockManager:
@@ -73,7 +80,7 @@ class BlockManager:
         num_blocks: Size of the pool.
         block_size: Tokens per block.
         num_free_blocks: Blocks that can be handed out now, those with cached content included.
-        num_cached_blocks: Blocks, free or used, that the prefix index can find.
+        num_cached_blocks: Blocks, free or used, that are filed in the prefix index.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, keep_copies: bool = True) -> None:
@@ -83,7 +90,8 @@ class BlockManager:
             num_blocks: Size of the pool.
             block_size: Tokens per block.
             keep_copies: Whether every block of equal content can be found. If false, only the
-                newest can, and the content is lost with that one (as in nano-vLLM).
+                newest can, and the content cannot be found after that one was handed out again
+                until it is published anew (as in nano-vLLM).
         """
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -212,23 +220,27 @@ class BlockManager:
             if parent is not None:
                 parent.num_children += 1
         elif prefix.block_id is not None:
-            if self._keep_copies:
-                if prefix.older_block_ids is None:
-                    prefix.older_block_ids = []
-                prefix.older_block_ids.append(prefix.block_id)
-            else:
-                self._prefix_of[prefix.block_id] = None
-                self.num_cached_blocks -= 1
+            if prefix.older_block_ids is None:
+                prefix.older_block_ids = {}
+            prefix.older_block_ids[prefix.block_id] = None
         prefix.block_id = block_id
         self._prefix_of[block_id] = prefix
         self.num_cached_blocks += 1
         return prefix
 
     def reset_prefix_cache(self) -> None:
-        """Forgets the content of every block; used blocks stay used."""
+        """Forgets the content of every block; used blocks stay used.
+
+        Prefixes that were returned before must not be passed in again, so what a sequence has
+        computed so far, and what it computes on top of that, cannot be published any more.
+        """
         self._index.clear()
         self._prefix_of = [None] * self.num_blocks
         self.num_cached_blocks = 0
+
+    def content_of(self, block_id: int) -> CachedPrefix | None:
+        """The content that a block is filed under, or None."""
+        return self._prefix_of[block_id]
 
     def ref_count(self, block_id: int) -> int:
         """How many block tables hold the block."""
@@ -278,9 +290,10 @@ class BlockManager:
         for prefix in entries:
             children = num_children.get(id(prefix), 0)
             _require(prefix.num_children == children, "a prefix miscounts its children")
+            _require(prefix.is_needed, "the index keeps a prefix that nothing needs")
             _require(
-                prefix.block_id is not None or (children > 0 and not prefix.older_block_ids),
-                "the index keeps a prefix that nothing needs",
+                prefix.block_id is not None or not (self._keep_copies and prefix.older_block_ids),
+                "a prefix that blocks hold cannot be found",
             )
         for block_id, held in enumerate(self._prefix_of):
             _require(holders.get(block_id) is held, f"block {block_id} is filed wrongly")
@@ -295,11 +308,11 @@ class BlockManager:
         self.num_cached_blocks -= 1
         older = prefix.older_block_ids
         if prefix.block_id == block_id:
-            prefix.block_id = older.pop() if older else None
+            prefix.block_id = older.popitem()[0] if older and self._keep_copies else None
         elif older:
-            older.remove(block_id)
+            del older[block_id]
         node: CachedPrefix | None = prefix
-        while node is not None and node.block_id is None and node.num_children == 0:
+        while node is not None and not node.is_needed:
             self._unlink(node)
             node = node.parent
             if node is not None:
