@@ -69,15 +69,16 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def greedy(model: Any, prompt: list[int]) -> list[int]:  # noqa: ANN401 - a transformers model
-    """Greedy decoding by transformers' own forward pass, with its own cache."""
-    tokens: list[int] = []
-    cache, inputs = None, torch.tensor([prompt])
-    with torch.inference_mode():
-        for _ in range(NUM_OUTPUT_TOKENS):
-            out = model(inputs, past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
-            tokens.append(int(out.logits[0, -1].argmax()))
-            inputs = torch.tensor([[tokens[-1]]])
+    """Greedy decoding by transformers."""
+    inputs = torch.tensor([prompt])
+    output = model.generate(
+        inputs,
+        attention_mask=torch.ones_like(inputs),
+        max_new_tokens=NUM_OUTPUT_TOKENS,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    tokens: list[int] = output[0, len(prompt) :].tolist()
     return tokens
 
 

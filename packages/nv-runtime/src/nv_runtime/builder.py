@@ -69,7 +69,14 @@ def build_engine(config: EngineConfig) -> EngineParts:
     phases.end("configuration and tokenizer")
 
     backend, block_size = _select_backend(config, model_config, device=device, dtype=dtype)
-    model = _load(checkpoint, config, backend=backend, device=device, dtype=dtype)
+    model = _load(
+        checkpoint,
+        config,
+        backend=backend,
+        max_model_len=max_model_len,
+        device=device,
+        dtype=dtype,
+    )
     phases.end("weights")
 
     spec = KVCacheSpec(
@@ -186,6 +193,7 @@ def _load(
     config: EngineConfig,
     *,
     backend: AttentionBackend,
+    max_model_len: int,
     device: torch.device,
     dtype: torch.dtype,
 ) -> CausalLM:
@@ -207,6 +215,7 @@ def _load(
             dtype=dtype,
             attention_backend=backend,
             load_format=config.load_format,
+            max_model_len=max_model_len,
             seed=config.seed,
             on_progress=on_progress,
         )
