@@ -45,7 +45,8 @@ def default_sampling_params(generation_config: Mapping[str, Any]) -> SamplingPar
         return SamplingParams(**values)
     except RequestError as error:
         raise ConfigError(
-            f"generation_config.json: {error}; correct or remove the file."
+            f"generation_config.json: {error}; correct the file, or pass generation_config='vllm' "
+            "to leave its sampling out."
         ) from error
 
 

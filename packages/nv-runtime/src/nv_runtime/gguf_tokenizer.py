@@ -75,15 +75,15 @@ def build_gguf_tokenizer(data: GGUFTokenizerData) -> GGUFTokenizer:
             "(byte-level BPE) and 'llama' (SentencePiece BPE)."
         )
     _add_special_tokens(backend, data)
-    if data.add_bos_token is not None:
-        adds_bos = data.add_bos_token
-    adds_eos = bool(data.add_eos_token)
+    if data.add_bos is not None:
+        adds_bos = data.add_bos
+    adds_eos = bool(data.add_eos)
     backend.post_processor = _frame(data, adds_bos=adds_bos, adds_eos=adds_eos)
     named = {
         "bos_token": data.bos_token_id,
         "eos_token": data.eos_token_id,
-        "unk_token": data.unk_token_id,
-        "pad_token": data.pad_token_id,
+        "unk_token": data.unknown_token_id,
+        "pad_token": data.padding_token_id,
     }
     ends = (data.eos_token_id, data.eot_token_id, data.eom_token_id)
     return GGUFTokenizer(
@@ -189,7 +189,7 @@ def _byte_level(data: GGUFTokenizerData) -> tuple[tokenizers.Tokenizer, bool]:
 
 def _sentencepiece(data: GGUFTokenizerData) -> tuple[tokenizers.Tokenizer, bool]:
     vocabulary = _vocabulary(data)
-    unknown = None if data.unk_token_id is None else data.tokens[data.unk_token_id]
+    unknown = None if data.unknown_token_id is None else data.tokens[data.unknown_token_id]
     backend = tokenizers.Tokenizer(
         models.BPE(
             vocab=vocabulary,
