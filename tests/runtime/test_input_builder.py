@@ -28,7 +28,11 @@ def plans_of_a_mixed_run() -> list[StepPlan]:
 
 def check(plan: StepPlan) -> None:
     made = build_model_input(plan, block_size=BLOCK_SIZE, device=torch.device("cpu"))
-    tokens, positions, slots, ends, rows = [], [], [], [0], []
+    tokens: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    rows: list[int] = []
+    ends = [0]
     for entry in plan.sequences:
         tokens += entry.token_ids
         for position in range(

@@ -6,7 +6,7 @@ for it keeps its meaning.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -53,7 +53,7 @@ class SamplingParams:
     min_tokens: int = 0
     seed: int | None = None
     ignore_eos: bool = False
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: Sequence[int] = ()
     skip_special_tokens: bool = True
     detokenize: bool = True
 

@@ -13,6 +13,7 @@ import torch
 
 from nv_core import ConfigError
 from nv_core.keywords import unknown_keyword_error
+from nv_models import LOAD_FORMATS, LoadFormat
 
 if TYPE_CHECKING:
     from nv_core import Policy
@@ -29,7 +30,6 @@ DTYPES = {
 }
 """Names of dtypes that the option `dtype` accepts."""
 
-LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 GENERATION_CONFIGS = ("auto", "vllm")
 
 
@@ -88,7 +88,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     attention_backend: str = "auto"
     scheduling_policy: str | Policy = "mixed"
-    load_format: str = "auto"
+    load_format: LoadFormat = "auto"
     skip_tokenizer_init: bool = False
     generation_config: str = "auto"
     seed: int = 0

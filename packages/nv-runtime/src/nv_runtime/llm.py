@@ -12,7 +12,13 @@ from nv_core import RequestError, SamplingParams
 from nv_runtime.builder import build_engine
 from nv_runtime.engine_config import EngineConfig
 from nv_runtime.outputs import RequestOutput
-from nv_runtime.prompt import Prompt, split_prompts, split_sampling_params, tokenize_prompt
+from nv_runtime.prompt import (
+    Prompt,
+    TokensPrompt,
+    split_prompts,
+    split_sampling_params,
+    tokenize_prompt,
+)
 from nv_runtime.request import Request, now
 from nv_runtime.stream import OutputStream
 from nv_runtime.tokenizer import Tokenizer
@@ -131,7 +137,7 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> dict[str, Any]:
+    ) -> TokensPrompt:
         """Renders one conversation into a prompt for `generate` or `stream`.
 
         Args:

@@ -54,7 +54,7 @@ class ModelRunner:
             kv_caches: One cache per layer, on `device`; written by every step.
             block_size: Tokens per KV block.
             device: Where everything runs.
-            seed_of: Gives the seed of a sequence's draws from its `seq_id`.
+            seed_of: Gives a seed, from its `seq_id`, to a sequence that brought none.
         """
         self._model = model
         self._kv_caches = kv_caches
@@ -88,15 +88,16 @@ class ModelRunner:
     def _mark(self) -> torch.cuda.Event | None:
         if self._device.type != "cuda":
             return None
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def _sampling_row(self, entry: ScheduledSequence) -> SamplingRow:
         seq = entry.sequence
+        seed = seq.sampling_params.seed
         return SamplingRow(
             params=seq.sampling_params,
-            seed=self._seed_of(entry.seq_id),
+            seed=self._seed_of(entry.seq_id) if seed is None else seed,
             token_ids=seq.token_ids,
             num_prompt_tokens=seq.num_prompt_tokens,
             stop_token_ids=seq.stop_token_ids,

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any, TypedDict, cast
+
+from typing_extensions import NotRequired
 
 from nv_core import RequestError, SamplingParams
 from nv_runtime.tokenizer import Tokenizer
@@ -20,9 +22,10 @@ class TextPrompt(TypedDict):
 
 
 class TokensPrompt(TypedDict):
-    """A prompt given as token ids."""
+    """A prompt given as token ids, perhaps with the text that they came from."""
 
-    prompt_token_ids: list[int]
+    prompt_token_ids: Sequence[int]
+    prompt: NotRequired[str]
 
 
 Prompt = str | TextPrompt | TokensPrompt | Sequence[int]
@@ -48,15 +51,15 @@ def split_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     A list of integers is one prompt, any other list (an empty one too) is a list of prompts.
     """
     if isinstance(prompts, (str, Mapping)):
-        return [prompts]  # type: ignore[list-item]
+        return [cast("Prompt", prompts)]
     if not isinstance(prompts, Sequence):
         raise RequestError(
             "prompts must be text, a mapping with 'prompt' or 'prompt_token_ids', a list of token "
             f"ids, or a list of these; got {type(prompts).__name__}"
         )
     if prompts and all(isinstance(item, int) for item in prompts):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+        return [cast("Prompt", prompts)]
+    return list(cast("Sequence[Prompt]", prompts))
 
 
 def split_sampling_params(
@@ -100,14 +103,16 @@ def tokenize_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> TokenizedPro
         RequestError: The form is unknown, or text came without a tokenizer to read it.
     """
     if isinstance(prompt, Mapping):
-        if "prompt_token_ids" in prompt:
-            text = prompt.get("prompt")
-            return TokenizedPrompt(text, _as_token_ids(prompt["prompt_token_ids"]))
-        if "prompt" not in prompt:
-            raise RequestError(
-                f"a prompt mapping needs 'prompt' or 'prompt_token_ids', got keys {sorted(prompt)}"
+        mapping = cast("Mapping[str, Any]", prompt)
+        if "prompt_token_ids" in mapping:
+            return TokenizedPrompt(
+                mapping.get("prompt"), _as_token_ids(mapping["prompt_token_ids"])
             )
-        prompt = prompt["prompt"]
+        if "prompt" not in mapping:
+            raise RequestError(
+                f"a prompt mapping needs 'prompt' or 'prompt_token_ids', got keys {sorted(mapping)}"
+            )
+        prompt = mapping["prompt"]
     if isinstance(prompt, str):
         if tokenizer is None:
             raise RequestError(

@@ -189,4 +189,4 @@ def _signed(value: int) -> int:
 
 def _shift_right(value: Tensor, bits: int) -> Tensor:
     """Shifts int64 right and fills with zeros; torch's own shift copies the sign."""
-    return (value >> bits) & (2 ** (64 - bits) - 1)
+    return (value >> bits).bitwise_and(2 ** (64 - bits) - 1)
