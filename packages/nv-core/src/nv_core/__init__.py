@@ -9,6 +9,7 @@ from nv_core.config import SchedulerConfig
 from nv_core.errors import CapacityError, ConfigError, NvError, RequestError, SchedulingError
 from nv_core.plan import ScheduledSequence, StepPlan
 from nv_core.policies import Mixed, Policy, PrefillFirst
+from nv_core.prefix_cache_stats import PrefixCacheStats
 from nv_core.sampling_params import SamplingParams
 from nv_core.scheduler import Explanation, Scheduler, StepEvents
 from nv_core.sequence import FinishReason, Sequence, SequenceStatus, WaitReason
@@ -26,6 +27,7 @@ __all__ = [
     "NvError",
     "Policy",
     "PrefillFirst",
+    "PrefixCacheStats",
     "RequestError",
     "SamplingParams",
     "ScheduledSequence",

@@ -1,13 +1,15 @@
 """BlockKeys: the packed tokens and the chained hash of a sequence's full blocks.
 
 A key depends on content alone, so it is made once in a sequence's life: when the prompt
-arrives, and when an output fills a block. Nothing here knows of pools or requests.
+arrives, and when an output fills a block. What else the keys and values of a block depend on (a
+namespace, such as a salt) is part of the first block's key, and through the chain of all that
+follow. Nothing here knows of pools or requests.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import xxhash
 
@@ -24,7 +26,7 @@ It is not collision-proof, and need not be: the block manager verifies every hit
 """
 
 
-def pack_tokens(token_ids: list[int]) -> bytes:
+def pack_tokens(token_ids: Sequence[int]) -> bytes:
     """Packs token ids into four bytes each.
 
     Raises:
@@ -34,23 +36,58 @@ def pack_tokens(token_ids: list[int]) -> bytes:
     return array("I", token_ids).tobytes()
 
 
+def unpack_tokens(packed: bytes) -> list[int]:
+    """Returns the token ids, as plain integers whatever kind of integer was packed."""
+    return memoryview(packed).cast("I").tolist()
+
+
+def pack_namespace(fields: Mapping[str, str | None]) -> bytes:
+    """Packs what separates one family of prefixes from all others.
+
+    Args:
+        fields: Values by the name of what they are; None stands for an absent one.
+
+    Returns:
+        Bytes that are equal only if all fields are: each name and value is preceded by its
+        length, so that the same text in another field, or cut at another place, differs. Empty
+        if no field has a value.
+    """
+    parts = []
+    for name, value in sorted(fields.items()):
+        if value is not None:
+            for text in (name, value):
+                encoded = text.encode("utf-8", "surrogatepass")
+                parts += [len(encoded).to_bytes(8, "little"), encoded]
+    return b"".join(parts)
+
+
 class BlockKeys:
     """Keys of the full blocks of one growing list of tokens.
 
     Attributes:
-        packed: Each full block's tokens, four bytes each.
+        packed: Each full block's tokens, four bytes each; before those of the first block, the
+            namespace. Its length tells the two apart, so that the keys of two namespaces differ.
         hashes: Each full block's hash, chained through all blocks before it.
     """
 
-    __slots__ = ("_block_bytes", "_block_size", "_hash_block", "hashes", "packed")
+    __slots__ = (
+        "_block_bytes",
+        "_block_size",
+        "_hash_block",
+        "_namespace",
+        "hashes",
+        "packed",
+    )
 
-    def __init__(self, block_size: int, hash_block: BlockHasher) -> None:
+    def __init__(self, block_size: int, hash_block: BlockHasher, *, namespace: bytes = b"") -> None:
         """Makes the keys of no tokens.
 
         Args:
             block_size: Tokens per block.
             hash_block: The chained hash.
+            namespace: Only sequences of the same namespace share blocks; see `pack_namespace`.
         """
+        self._namespace = namespace
         self._block_size = block_size
         self._block_bytes = 4 * block_size
         self._hash_block = hash_block
@@ -70,6 +107,8 @@ class BlockKeys:
         last_start = len(packed_tokens) - step
         for start in range(len(packed) * step, last_start + 1, step):
             block = packed_tokens[start : start + step]
+            if start == 0:
+                block = self._namespace + block
             parent = hash_block(block, parent)
             packed.append(block)
             hashes.append(parent)
@@ -83,6 +122,8 @@ class BlockKeys:
         size = self._block_size
         for start in range(len(self.packed) * size, len(token_ids) - size + 1, size):
             block = pack_tokens(token_ids[start : start + size])
+            if start == 0:
+                block = self._namespace + block
             parent = self.hashes[-1] if self.hashes else ROOT_HASH
             self.packed.append(block)
             self.hashes.append(self._hash_block(block, parent))

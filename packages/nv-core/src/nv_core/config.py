@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from dataclasses import KW_ONLY, dataclass, fields
+from typing import Any
 
 from nv_core.errors import ConfigError
 from nv_core.keywords import unknown_keyword_error
-
-if TYPE_CHECKING:
-    from nv_core.policies import Policy
+from nv_core.policies import Policy, PrefillFirst, check_policy
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class SchedulerConfig:
     """Limits and choices of one scheduler; nothing in it changes after it is made.
 
@@ -25,14 +23,14 @@ class SchedulerConfig:
         max_model_len: Most tokens (prompt and output) of one sequence; None leaves the pool's
             size as the only limit.
         eos_token_ids: Tokens that end a sequence unless it ignores them.
+        enable_prefix_caching: Whether full blocks are shared between equal prefixes.
+        policy: Name of a shipped policy ("mixed" or "prefill_first"), or a `Policy` object.
         vocab_size: Token ids at or above this are refused in prompts; None checks only that
             they fit 32 bits.
-        enable_prefix_caching: Whether full blocks are shared between equal prefixes.
         findable_copies: When several blocks hold the same prefix: whether a hit can find "all" of
             them, so that the prefix outlives any one, or the "newest" only. None means "newest"
-            for the policy "prefill_first", whose schedules equal nano-vLLM's block for block,
-            and "all" for every other.
-        policy: Name of a shipped policy ("mixed" or "prefill_first"), or a `Policy` object.
+            for the policy `PrefillFirst`, whose schedules equal nano-vLLM's block for block, and
+            "all" for every other.
 
     Raises:
         ConfigError: A value is out of range; the message names field, value and range.
@@ -45,12 +43,13 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 8192
     max_model_len: int | None = None
     eos_token_ids: tuple[int, ...] = ()
-    vocab_size: int | None = None
     enable_prefix_caching: bool = True
-    findable_copies: str | None = None
     policy: str | Policy = "mixed"
+    _: KW_ONLY
+    vocab_size: int | None = None
+    findable_copies: str | None = None
 
-    def __new__(cls, **values: object) -> SchedulerConfig:
+    def __new__(cls, *args: object, **values: object) -> SchedulerConfig:
         """Refuses unknown keywords before the generated `__init__` sees them."""
         known = {field.name for field in fields(cls)}
         for keyword in values:
@@ -75,12 +74,17 @@ class SchedulerConfig:
             raise ConfigError(
                 f"findable_copies must be 'all', 'newest' or None, got {self.findable_copies!r}"
             )
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise ConfigError(
+                f"enable_prefix_caching must be a bool, got {self.enable_prefix_caching!r}"
+            )
+        check_policy(self.policy)
 
     @property
     def keeps_copies(self) -> bool:
         """Whether every block of equal content can be found (see `findable_copies`)."""
         if self.findable_copies is None:
-            return self.policy != "prefill_first"
+            return not (self.policy == "prefill_first" or isinstance(self.policy, PrefillFirst))
         return self.findable_copies == "all"
 
 

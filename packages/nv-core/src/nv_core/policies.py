@@ -106,8 +106,8 @@ SHIPPED_POLICIES: dict[str, Callable[[], Policy]] = {
 }
 
 
-def make_policy(policy: str | Policy) -> Policy:
-    """Returns the policy of that name, or the object itself.
+def check_policy(policy: str | Policy) -> None:
+    """Refuses what is no policy.
 
     Raises:
         ConfigError: The name is unknown, or the object has no `schedule` method.
@@ -116,9 +116,18 @@ def make_policy(policy: str | Policy) -> Policy:
         if policy not in SHIPPED_POLICIES:
             names = ", ".join(sorted(SHIPPED_POLICIES))
             raise ConfigError(f"policy must be one of {names}, or a Policy object, got {policy!r}")
-        return SHIPPED_POLICIES[policy]()
-    if not callable(getattr(policy, "schedule", None)):
+    elif isinstance(policy, type) or not callable(getattr(policy, "schedule", None)):
         raise ConfigError(
-            f"policy must be a name or an object with a method schedule(step), got {policy!r}"
+            "policy must be a name or an object with a method schedule(step), such as "
+            f"MyPolicy(), got {policy!r}"
         )
-    return policy
+
+
+def make_policy(policy: str | Policy) -> Policy:
+    """Returns a new policy of that name, or the object itself.
+
+    Raises:
+        ConfigError: See `check_policy`.
+    """
+    check_policy(policy)
+    return SHIPPED_POLICIES[policy]() if isinstance(policy, str) else policy

@@ -18,13 +18,23 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from operator import index
+from typing import Any
 
-from nv_core.block_hash import BlockHasher, BlockKeys, default_block_hasher, pack_tokens
+from nv_core.block_hash import (
+    BlockHasher,
+    BlockKeys,
+    default_block_hasher,
+    pack_namespace,
+    pack_tokens,
+    unpack_tokens,
+)
 from nv_core.block_manager import BlockManager
 from nv_core.config import SchedulerConfig
 from nv_core.errors import RequestError, SchedulingError
 from nv_core.plan import ScheduledSequence, StepPlan
 from nv_core.policies import make_policy
+from nv_core.prefix_cache_stats import PrefixCacheStats
 from nv_core.sampling_params import SamplingParams
 from nv_core.sequence import FinishReason, Sequence, SequenceStatus, WaitReason
 from nv_core.step import Step
@@ -49,7 +59,7 @@ class Explanation:
 
     Attributes:
         status: See `SequenceStatus`.
-        wait_reason: Why the last step left it out; None if that step ran it.
+        wait_reason: Why the last step left it out; None if that step ran it, or ran it in part.
         num_tokens_ahead: Uncomputed tokens of the sequences that wait before it.
         num_blocks_needed: Free blocks that its next full admission needs.
         num_free_blocks: Free blocks now.
@@ -74,8 +84,6 @@ class Scheduler:
             config: Limits and policy.
             hash_block: Chained block hash; replaced only to test that collisions do no harm.
 
-        Raises:
-            ConfigError: The policy is unknown.
         """
         self.config = config
         self._policy = make_policy(config.policy)
@@ -87,6 +95,7 @@ class Scheduler:
             self._blocks,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            enable_prefix_caching=config.enable_prefix_caching,
         )
         self._eos_token_ids = frozenset(config.eos_token_ids)
         # The last token of a sequence is never computed, so it needs no place in the pool.
@@ -107,6 +116,7 @@ class Scheduler:
         priority: int = 0,
         user: str | None = None,
         arrival_time: float | None = None,
+        cache_salt: str | None = None,
     ) -> Sequence:
         """Puts a request into the waiting queue.
 
@@ -117,17 +127,23 @@ class Scheduler:
             priority: Lower is more urgent; for policies that use it.
             user: Whom it belongs to; for policies that share between users.
             arrival_time: In seconds of the caller's clock; kept, never read here.
+            cache_salt: Only requests of the same salt share cached prefixes, so that nobody can
+                tell from the speed of an answer what others have asked; None shares with all
+                others that have none.
 
         Returns:
             The sequence; read-only for the caller.
 
         Raises:
             RequestError: The prompt is empty, holds something that is no token id, or can never
-                fit; nothing is changed.
+                fit, or the salt is no text; nothing is changed.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
         tokens, packed = self._checked_prompt(prompt_token_ids)
-        keys = BlockKeys(self.config.block_size, self._hash_block)
+        if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
+            raise RequestError(f"cache_salt must be a non-empty str or None, got {cache_salt!r}")
+        namespace = pack_namespace({"cache_salt": cache_salt})
+        keys = BlockKeys(self.config.block_size, self._hash_block, namespace=namespace)
         if self.config.enable_prefix_caching:
             keys.extend_packed(packed)
         limit = self._max_total_tokens
@@ -147,6 +163,7 @@ class Scheduler:
             priority=priority,
             user=user,
             arrival_time=arrival_time,
+            cache_salt=cache_salt,
         )
         self._next_seq_id += 1
         self._sequences[seq.seq_id] = seq
@@ -161,11 +178,17 @@ class Scheduler:
             unfinished sequence is left, or all wait for tokens of plans in flight.
 
         Raises:
-            SchedulingError: The policy ran nothing although nothing is in flight to wait for.
+            SchedulingError: The policy ran nothing although nothing is in flight to wait for. As
+                with any error that the policy lets out, the scheduler can go on: what the step
+                had granted is taken back.
         """
         step = self._step
         step.begin(self._next_step_id)
-        self._policy.schedule(step)
+        try:
+            self._policy.schedule(step)
+        except BaseException:
+            step.cancel()
+            raise
         plan = step.finish()
         if not plan.sequences and not plan.preempted:
             if self.has_unfinished and not self._in_flight:
@@ -235,8 +258,19 @@ class Scheduler:
         """
         seq = self._sequences.get(seq_id)
         if seq is not None:
-            self._finish(seq, reason)
+            self._finish(seq, FinishReason(reason))
         return seq
+
+    def reset_prefix_cache(self) -> None:
+        """Makes everything that was computed so far unfindable, as after a change of weights.
+
+        Running sequences go on with the blocks they have; as what they still compute builds on
+        the old content, they publish nothing until they lose their blocks and start again.
+        """
+        self._blocks.reset_prefix_cache()
+        for seq in self._step.running:
+            seq.prefixes = []
+            seq._publishes = False
 
     @property
     def has_unfinished(self) -> bool:
@@ -264,6 +298,11 @@ class Scheduler:
         return len(self._in_flight)
 
     @property
+    def prefix_cache_stats(self) -> PrefixCacheStats:
+        """What the prefix cache has saved so far; all zero if it is switched off."""
+        return self._step.prefix_cache_stats
+
+    @property
     def max_prompt_tokens(self) -> int:
         """Longest prompt that `add` accepts: one output token must fit behind it."""
         return self._max_total_tokens - 1
@@ -287,7 +326,7 @@ class Scheduler:
         missing = self._step.uncached_tokens(seq) if seq.status is SequenceStatus.WAITING else 0
         return Explanation(
             status=seq.status,
-            wait_reason=seq.wait_reason,
+            wait_reason=self._wait_reason(seq),
             num_tokens_ahead=ahead,
             num_blocks_needed=-(-missing // size),
             num_free_blocks=self._blocks.num_free_blocks,
@@ -325,6 +364,10 @@ class Scheduler:
             "has too few blocks": seq.num_computed_tokens > len(seq.block_table) * size,
             "published blocks that are not computed": len(seq.prefixes) * size
             > seq.num_computed_tokens,
+            "holds a block that is filed under other content": any(
+                self._blocks.content_of(block_id) is not prefix
+                for block_id, prefix in zip(seq.block_table, seq.prefixes, strict=False)
+            ),
         }
         for problem, holds in problems.items():
             if holds:
@@ -333,19 +376,21 @@ class Scheduler:
     def _checked_prompt(self, prompt_token_ids: Iterable[int]) -> tuple[list[int], bytes]:
         if isinstance(prompt_token_ids, (str, bytes)):
             raise RequestError("prompt_token_ids must be token ids, got text; tokenize it first")
-        tokens = list(prompt_token_ids)
-        if not tokens:
+        if not isinstance(prompt_token_ids, Iterable):
+            raise RequestError(f"prompt_token_ids must be token ids, got {prompt_token_ids!r}")
+        values = list(prompt_token_ids)
+        if not values:
             raise RequestError("prompt_token_ids is empty; a prompt needs at least one token")
-        vocab_size = self.config.vocab_size
+        limit = self.config.vocab_size or 2**32
         try:
-            packed = pack_tokens(tokens)
+            packed = pack_tokens(values)
+            tokens = unpack_tokens(packed)
         except (OverflowError, TypeError):
-            packed = b""
-        if not packed or (vocab_size is not None and max(tokens) >= vocab_size):
-            allowed = vocab_size or 2**32
-            bad = next(t for t in tokens if not _is_token_id(t, allowed))
+            tokens = []
+        if not tokens or max(tokens) >= limit:
+            bad = next(value for value in values if not _is_token_id(value, limit))
             raise RequestError(
-                f"prompt_token_ids holds {bad!r}; token ids are integers in [0, {allowed})"
+                f"prompt_token_ids holds {bad!r}; token ids are integers in [0, {limit})"
             )
         if len(tokens) > self.max_prompt_tokens:
             raise RequestError(self._too_long(len(tokens)))
@@ -366,12 +411,19 @@ class Scheduler:
             f"shorten it to {self.max_prompt_tokens} tokens or raise that limit"
         )
 
+    def _wait_reason(self, seq: Sequence) -> WaitReason | None:
+        """What the last step said of a sequence, which may not be what `seq` remembers."""
+        last_step_id = self._step.step_id
+        if last_step_id in (seq._step, seq._refused_in_step):
+            return seq.wait_reason
+        return WaitReason.NOT_CONSIDERED
+
     def _stalled(self) -> SchedulingError:
         first = next(iter(self._sequences.values()))
         return SchedulingError(
             f"the policy {type(self._policy).__name__} ran nothing although "
             f"{len(self._sequences)} sequences are unfinished and nothing is in flight; "
-            f"sequence {first.seq_id} waits: {first.wait_reason}"
+            f"sequence {first.seq_id} waits: {self._wait_reason(first)}"
         )
 
     def _check_commit(self, plan: StepPlan, token_ids: Mapping[int, int]) -> None:
@@ -389,7 +441,7 @@ class Scheduler:
 
     def _publish(self, seq: Sequence, entry: ScheduledSequence) -> None:
         """Files the blocks that the entry has filled; their tokens are all known by now."""
-        if not self.config.enable_prefix_caching:
+        if not seq._publishes:
             return
         prefixes = seq.prefixes
         num_full = (
@@ -427,5 +479,8 @@ class Scheduler:
         del self._sequences[seq.seq_id]
 
 
-def _is_token_id(value: object, limit: int) -> bool:
-    return isinstance(value, int) and 0 <= value < limit
+def _is_token_id(value: Any, limit: int) -> bool:  # noqa: ANN401 - that is what is checked here
+    try:
+        return 0 <= index(value) < limit
+    except TypeError:
+        return False

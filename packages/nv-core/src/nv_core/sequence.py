@@ -44,10 +44,10 @@ class SequenceStatus(enum.Enum):
 
 
 class WaitReason(str, enum.Enum):
-    """Why the last step left a sequence out."""
+    """Why a sequence did not run."""
 
     NOT_CONSIDERED = "not considered"
-    """The policy has not asked for it yet."""
+    """The policy did not ask for it."""
     BUDGET = "budget"
     """The step's token budget was used up."""
     SLOTS = "slots"
@@ -56,8 +56,10 @@ class WaitReason(str, enum.Enum):
     """Too few free KV blocks."""
     IN_FLIGHT = "in flight"
     """Its next token is still being computed."""
+    PREEMPTED = "preempted"
+    """It has just lost its blocks."""
     POLICY = "policy"
-    """The policy passed it over."""
+    """The policy asked for none of its tokens."""
 
     def __str__(self) -> str:
         return self.value
@@ -87,14 +89,22 @@ class Sequence:
         status: See `SequenceStatus`.
         finish_reason: See `FinishReason`; None while it lives.
         stop_reason: The stop token that ended it, or None (also for end-of-sequence tokens).
-        wait_reason: See `WaitReason`; None if the last step ran it.
+        wait_reason: Why it was refused when the policy last asked for it; None if it was not.
+            `Scheduler.explain` says how that stands now.
+        cache_salt: Only sequences of the same salt share blocks; None is a salt of its own.
+        stop_token_ids: All tokens that end it.
+        keys: Keys of its full blocks, for the prefix cache.
+        prefixes: Content of its leading blocks that the prefix cache knows.
     """
 
     __slots__ = (
+        "_publishes",
+        "_refused_in_step",
         "_residence",
         "_step",
         "arrival_time",
         "block_table",
+        "cache_salt",
         "finish_reason",
         "keys",
         "max_total_tokens",
@@ -130,6 +140,7 @@ class Sequence:
         priority: int = 0,
         user: str | None = None,
         arrival_time: float | None = None,
+        cache_salt: str | None = None,
     ) -> None:
         """Makes a waiting sequence.
 
@@ -144,6 +155,7 @@ class Sequence:
             priority: See the attribute.
             user: See the attribute.
             arrival_time: See the attribute.
+            cache_salt: See the attribute.
         """
         self.seq_id = seq_id
         self.request_id = request_id
@@ -151,6 +163,7 @@ class Sequence:
         self.priority = priority
         self.user = user
         self.arrival_time = arrival_time
+        self.cache_salt = cache_salt
         self.token_ids = prompt_token_ids
         self.num_prompt_tokens = len(prompt_token_ids)
         self.keys = keys
@@ -170,7 +183,11 @@ class Sequence:
         # Counts how often it lost or got its blocks: a plan made in another residence must not
         # publish blocks that are no longer this sequence's.
         self._residence = 0
+        # Whether blocks that it fills in this residence may enter the prefix cache.
+        self._publishes = False
+        # The last step that granted it tokens or preempted it, and the last that refused it.
         self._step = -1
+        self._refused_in_step = -1
 
     def __repr__(self) -> str:
         return (

@@ -9,10 +9,12 @@ cannot corrupt.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from operator import index
 
 from nv_core.block_manager import BlockManager, CachedPrefix
 from nv_core.errors import SchedulingError
 from nv_core.plan import ScheduledSequence, StepPlan
+from nv_core.prefix_cache_stats import PrefixCacheStats
 from nv_core.sequence import Sequence, SequenceStatus, WaitReason
 
 
@@ -57,22 +59,34 @@ class WaitingQueue:
         self._preempted[seq.seq_id] = seq
 
     def remove(self, seq: Sequence) -> None:
-        """Takes a sequence out, wherever it stands."""
-        if self._preempted.pop(seq.seq_id, None) is None:
-            del self._arrived[seq.seq_id]
+        """Takes a sequence out, wherever it stands.
+
+        Raises:
+            SchedulingError: It is not in the queue.
+        """
+        if not (self._preempted.pop(seq.seq_id, None) or self._arrived.pop(seq.seq_id, None)):
+            raise SchedulingError(f"sequence {seq.seq_id} is not in this scheduler's queue")
 
 
 class Step:
     """One step in the making.
 
     Attributes:
-        waiting: Sequences without blocks, in queue order.
+        step_id: Number of the step.
+        waiting: Sequences without blocks, in queue order; read it, and change it by `take` and
+            `preempt` only.
         budget: Tokens that may still be granted.
         slots: Sequences that may still be admitted.
+        prefix_cache_stats: What the prefix cache has saved so far.
     """
 
     def __init__(
-        self, blocks: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int
+        self,
+        blocks: BlockManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        enable_prefix_caching: bool,
     ) -> None:
         """Makes a step builder; the scheduler calls `begin` before each step.
 
@@ -80,28 +94,30 @@ class Step:
             blocks: The pool.
             max_num_seqs: Most sequences that may hold blocks at once.
             max_num_batched_tokens: Token budget of each step.
+            enable_prefix_caching: Whether admissions look for cached blocks.
         """
         self._blocks = blocks
         self._max_num_batched_tokens = max_num_batched_tokens
+        self._enable_prefix_caching = enable_prefix_caching
         self._running: dict[int, Sequence] = {}
         self._grants: dict[int, ScheduledSequence] = {}
         self._preempted: list[int] = []
-        self._step_id = -1
+        self.step_id = -1
+        self.prefix_cache_stats = PrefixCacheStats()
         self.waiting = WaitingQueue()
         self.budget = 0
         self.slots = max_num_seqs
 
     def begin(self, step_id: int) -> None:
         """Starts a new step; for the scheduler."""
-        self._step_id = step_id
+        self.step_id = step_id
         self._grants = {}
-        self._preempted = []
         self.budget = self._max_num_batched_tokens
 
     def finish(self) -> StepPlan:
         """Ends the step and returns what was granted; for the scheduler."""
-        return StepPlan(
-            step_id=self._step_id,
+        plan = StepPlan(
+            step_id=self.step_id,
             sequences=tuple(self._grants.values()),
             preempted=tuple(self._preempted),
             num_scheduled_tokens=self._max_num_batched_tokens - self.budget,
@@ -109,6 +125,20 @@ class Step:
             num_running=len(self._running),
             num_free_blocks=self._blocks.num_free_blocks,
         )
+        self._preempted = []
+        return plan
+
+    def cancel(self) -> None:
+        """Takes back what was granted, as if the step had not run; for the scheduler.
+
+        Sequences that it admitted keep their blocks, and those that it preempted stay so: the
+        next plan names them.
+        """
+        for grant in self._grants.values():
+            seq = grant.sequence
+            seq.num_computed_tokens = grant.num_computed_tokens
+            seq.num_pending_tokens -= grant.samples
+            seq._step = -1
 
     @property
     def running(self) -> Collection[Sequence]:
@@ -141,7 +171,7 @@ class Step:
 
     @property
     def preempted(self) -> Collection[int]:
-        """Ids of the sequences preempted while this step was made."""
+        """Ids of the sequences preempted since the last plan."""
         return self._preempted
 
     def uncached_tokens(self, seq: Sequence) -> int:
@@ -165,7 +195,8 @@ class Step:
         compute, the token budget, the free slots and the free blocks.
 
         Args:
-            seq: A waiting or running sequence that has no grant in this step yet.
+            seq: A sequence of this scheduler. One that is finished, has a grant in this step
+                or was preempted in it is refused.
             n: Most tokens to grant; None for as many as possible.
             reserve: A length in tokens; an admission gets blocks for at least this length or is
                 refused. `len(seq.token_ids)` admits only prompts that fit as a whole.
@@ -175,8 +206,11 @@ class Step:
         Returns:
             The number of tokens granted; 0 means refused, and the sequence's `wait_reason`
             says why.
+
+        Raises:
+            TypeError: `n` or `reserve` is no integer; nothing is changed.
         """
-        if seq._step == self._step_id:
+        if seq._step == self.step_id:
             return 0
         if seq.status is SequenceStatus.RUNNING:
             return self._take_running(seq, n, exceed_budget)
@@ -204,8 +238,8 @@ class Step:
         seq.status = SequenceStatus.WAITING
         seq.num_preemptions += 1
         # It may not come back in the step that evicted it.
-        seq._step = self._step_id
-        seq.wait_reason = WaitReason.BLOCKS
+        seq._step = self.step_id
+        seq.wait_reason = WaitReason.PREEMPTED
         self.waiting.append_front(seq)
         self._preempted.append(seq.seq_id)
 
@@ -218,56 +252,53 @@ class Step:
         computed = seq.num_computed_tokens
         total = len(seq.token_ids) + seq.num_pending_tokens
         if total >= seq.max_total_tokens and seq.num_pending_tokens:
-            seq.wait_reason = WaitReason.IN_FLIGHT
-            return 0
+            # The token in flight is its last: there is nothing left to compute.
+            return self._refuse(seq, WaitReason.IN_FLIGHT)
         count = total - computed
-        if n is not None and n < count:
-            count = n
+        if n is not None and index(n) < count:
+            count = index(n)
+            if count <= 0:
+                return self._refuse(seq, WaitReason.POLICY)
         if count > self.budget and not (exceed_budget and not seq.is_prefilling):
             count = self.budget
-        if count <= 0:
-            seq.wait_reason = WaitReason.BUDGET if total > computed else WaitReason.IN_FLIGHT
-            return 0
+            if count <= 0:
+                return self._refuse(seq, WaitReason.BUDGET)
         table = seq.block_table
         blocks = self._blocks
         capacity = len(table) * blocks.block_size
         if computed + count > capacity:
             room = capacity + blocks.num_free_blocks * blocks.block_size - computed
             if room <= 0:
-                seq.wait_reason = WaitReason.BLOCKS
-                return 0
+                return self._refuse(seq, WaitReason.BLOCKS)
             count = min(count, room)
             table.extend(blocks.allocate(-(-(computed + count - capacity) // blocks.block_size)))
         return self._grant(seq, count, computed + count == total)
 
     def _admit(self, seq: Sequence, n: int | None, reserve: int) -> int:
-        if self.slots <= 0:
-            seq.wait_reason = WaitReason.SLOTS
-            return 0
+        reserve = index(reserve)
+        if n is not None and index(n) <= 0:
+            return self._refuse(seq, WaitReason.POLICY)
         if seq.num_pending_tokens:
             # Its last token is still on the device, and its row there is gone.
-            seq.wait_reason = WaitReason.IN_FLIGHT
-            return 0
+            return self._refuse(seq, WaitReason.IN_FLIGHT)
+        if self.slots <= 0:
+            return self._refuse(seq, WaitReason.SLOTS)
         if self.budget <= 0:
-            seq.wait_reason = WaitReason.BUDGET
-            return 0
+            return self._refuse(seq, WaitReason.BUDGET)
         blocks = self._blocks
         block_size = blocks.block_size
         hits = self._match(seq)
         computed = len(hits) * block_size
         total = len(seq.token_ids)
         count = min(total - computed, self.budget)
-        if n is not None and n < count:
-            count = n
-        if count <= 0:
-            seq.wait_reason = WaitReason.POLICY
-            return 0
+        if n is not None:
+            count = min(count, index(n))
         room = (blocks.num_free_blocks - blocks.num_blocks_taken_by(hits)) * block_size
         if room <= 0 or room < reserve - computed:
-            seq.wait_reason = WaitReason.BLOCKS
-            return 0
+            return self._refuse(seq, WaitReason.BLOCKS)
         count = min(count, room)
         length = max(computed + count, reserve)
+        self.waiting.remove(seq)
         table = blocks.acquire(hits)
         table.extend(blocks.allocate(-(-(length - computed) // block_size)))
         seq.block_table = table
@@ -275,10 +306,10 @@ class Step:
         seq.num_computed_tokens = computed
         seq.num_prefill_tokens = total
         if seq.num_preemptions == 0:
-            seq.num_cached_tokens = computed
+            self._count_hits(seq, computed)
+        seq._publishes = self._enable_prefix_caching
         seq._residence += 1
         seq.status = SequenceStatus.RUNNING
-        self.waiting.remove(seq)
         self._running[seq.seq_id] = seq
         self.slots -= 1
         return self._grant(seq, count, computed + count == total)
@@ -287,17 +318,39 @@ class Step:
         self._grants[seq.seq_id] = ScheduledSequence(seq, count, samples=samples)
         seq.num_computed_tokens += count
         seq.num_pending_tokens += samples
-        seq._step = self._step_id
+        seq._step = self.step_id
         seq.wait_reason = None
         self.budget -= count
         return count
 
-    def _match(self, seq: Sequence) -> list[CachedPrefix]:
+    def _refuse(self, seq: Sequence, reason: WaitReason) -> int:
+        seq.wait_reason = reason
+        seq._refused_in_step = self.step_id
+        return 0
+
+    def _max_hits(self, seq: Sequence) -> int:
         # The last token is computed even if a block holds it: its logits are needed.
-        return self._blocks.match(seq.keys, (len(seq.token_ids) - 1) // self._blocks.block_size)
+        return (len(seq.token_ids) - 1) // self._blocks.block_size
+
+    def _match(self, seq: Sequence) -> list[CachedPrefix]:
+        if not self._enable_prefix_caching:
+            return []
+        # Outputs that came after it had lost its blocks have no keys yet.
+        seq.keys.extend(seq.token_ids)
+        return self._blocks.match(seq.keys, self._max_hits(seq))
+
+    def _count_hits(self, seq: Sequence, num_hit_tokens: int) -> None:
+        seq.num_cached_tokens = num_hit_tokens
+        if self._enable_prefix_caching:
+            self.prefix_cache_stats = self.prefix_cache_stats.with_request(
+                len(seq.token_ids),
+                num_cacheable_tokens=self._max_hits(seq) * self._blocks.block_size,
+                num_hit_tokens=num_hit_tokens,
+            )
 
     def vacate(self, seq: Sequence) -> None:
         """Takes a running sequence out of the batch and its blocks back; for the scheduler."""
+        del self._running[seq.seq_id]
         self._blocks.release(seq.block_table)
         # A new list, since plans in flight still refer to the old one.
         seq.block_table = []
@@ -305,5 +358,4 @@ class Step:
         seq.num_computed_tokens = 0
         seq.num_prefill_tokens = 0
         seq._residence += 1
-        del self._running[seq.seq_id]
         self.slots += 1
