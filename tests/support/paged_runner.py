@@ -8,18 +8,52 @@ reading a slot too many shows in the logits.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nv_kernels import AttentionMetadata, LayerKVCache
+from nv_kernels import AttentionMetadata, LayerKVCache, select_attention_backend
+from nv_models import SINGLE_RANK, load_model, open_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from torch import Tensor
 
-    from nv_models import CausalLM
+    from nv_models import CausalLM, TensorParallel
+
+
+def load_paged_model(
+    path: Path,
+    *,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    attention_backend: str = "torch",
+    tensor_parallel: TensorParallel = SINGLE_RANK,
+    block_size: int = 4,
+    **options: Any,  # noqa: ANN401 - those of load_model
+) -> CausalLM:
+    """Opens and loads a checkpoint with an attention backend that fits it."""
+    checkpoint = open_checkpoint(path)
+    config = checkpoint.config
+    backend = select_attention_backend(
+        attention_backend,
+        device=torch.device(device),
+        dtype=dtype,
+        head_dim=config.head_dim,
+        num_heads=config.num_heads // tensor_parallel.size,
+        num_kv_heads=max(1, config.num_kv_heads // tensor_parallel.size),
+        block_size=block_size,
+    )
+    return load_model(
+        checkpoint,
+        device=device,
+        dtype=dtype,
+        attention_backend=backend,
+        tensor_parallel=tensor_parallel,
+        **options,
+    )
 
 
 @dataclass

@@ -214,6 +214,25 @@ def load_reference(path: Path, **options: Any) -> Any:  # noqa: ANN401 - transfo
     )
 
 
+def load_gguf_reference(path: Path) -> Any:  # noqa: ANN401 - transformers' class
+    """Loads the transformers model of a GGUF file in fp32, by transformers' own GGUF reader.
+
+    `from_pretrained(..., gguf_file=...)` does the same, but wants another package installed.
+    """
+    from transformers import AutoConfig
+    from transformers import modeling_gguf_pytorch_utils as gguf_utils
+
+    reader: Any = gguf_utils
+    config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    model = _auto_model().from_config(config, dtype=torch.float32, attn_implementation="eager")
+    stored = reader.load_gguf_checkpoint(path, return_tensors=True, model_to_load=model)
+    missing, unexpected = model.load_state_dict(stored["tensors"], strict=False)
+    if unexpected or set(missing) - {"lm_head.weight"}:
+        raise ValueError(f"{path}: missing {missing}, unexpected {unexpected}")
+    model.tie_weights()
+    return model.eval()
+
+
 def _auto_model() -> Any:  # noqa: ANN401 - a class without annotations
     from transformers import AutoModelForCausalLM
 
