@@ -1,0 +1,91 @@
+"""StepPlan: frozen when it is made, whatever happens to the sequences afterwards."""
+
+import dataclasses
+
+import pytest
+
+from nv_core import SamplingParams, Scheduler, SchedulerConfig, StepPlan
+
+
+def make_scheduler(max_num_batched_tokens: int = 64, max_num_seqs: int = 8) -> Scheduler:
+    return Scheduler(SchedulerConfig(8, 4, max_num_seqs, max_num_batched_tokens))
+
+
+def scheduled(scheduler: Scheduler) -> StepPlan:
+    plan = scheduler.schedule()
+    assert plan is not None
+    return plan
+
+
+def test_entry_of_a_prompt() -> None:
+    scheduler = make_scheduler()
+    scheduler.add([1, 2, 3, 4, 5])
+    (entry,) = scheduled(scheduler).sequences
+    assert (entry.seq_id, entry.num_computed_tokens, entry.num_scheduled_tokens) == (0, 0, 5)
+    assert entry.samples is True
+    assert entry.block_table == (0, 1)
+    assert entry.token_ids == (1, 2, 3, 4, 5)
+
+
+def test_counts_of_a_plan() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=7, max_num_seqs=2)
+    for _ in range(3):
+        scheduler.add([1, 2, 3])
+    plan = scheduled(scheduler)
+    assert plan.step_id == 0
+    assert plan.num_scheduled_tokens == 6
+    assert (plan.num_waiting, plan.num_running, plan.num_free_blocks) == (1, 2, 6)
+    assert plan.preempted == ()
+
+
+def test_steps_are_numbered_from_0() -> None:
+    scheduler = make_scheduler()
+    scheduler.add([1])
+    for step_id in range(3):
+        plan = scheduled(scheduler)
+        assert plan.step_id == step_id
+        scheduler.commit(plan, {0: 5})
+
+
+def test_entry_does_not_change_when_its_sequence_goes_on() -> None:
+    scheduler = make_scheduler()
+    scheduler.add([1, 2, 3, 4], SamplingParams(max_tokens=9))
+    prompt = scheduled(scheduler)
+    scheduler.commit(prompt, {0: 5})
+    decode = scheduled(scheduler)
+    scheduler.commit(decode, {0: 6})
+    assert prompt.sequences[0].block_table == (0,)
+    assert prompt.sequences[0].token_ids == (1, 2, 3, 4)
+    assert decode.sequences[0].block_table == (0, 1)
+    assert decode.sequences[0].token_ids == (5,)
+    scheduler.abort(0)
+    assert decode.sequences[0].block_table == (0, 1)
+    assert decode.sequences[0].num_computed_tokens == 4
+
+
+def test_token_of_a_plan_that_runs_ahead_is_not_known_yet() -> None:
+    scheduler = make_scheduler()
+    scheduler.add([1, 2, 3])
+    first = scheduled(scheduler)
+    ahead = scheduled(scheduler)
+    assert ahead.sequences[0].num_scheduled_tokens == 1
+    assert ahead.sequences[0].token_ids == ()
+    scheduler.commit(first, {0: 9})
+    assert ahead.sequences[0].token_ids == ()
+
+
+def test_plan_is_frozen() -> None:
+    scheduler = make_scheduler()
+    scheduler.add([1])
+    plan = scheduled(scheduler)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.step_id = 3  # type: ignore[misc]
+
+
+def test_repr_of_an_entry() -> None:
+    scheduler = make_scheduler()
+    scheduler.add([1, 2])
+    assert repr(scheduled(scheduler).sequences[0]) == (
+        "ScheduledSequence(seq_id=0, num_computed_tokens=0, num_scheduled_tokens=2, "
+        "samples=True, block_table=(0,))"
+    )
