@@ -74,17 +74,17 @@ class _Row:
     """Device state of one resident sequence, as a runner keeps it.
 
     Attributes:
-        num_tokens: Tokens computed so far.
-        prefix: Stands for those tokens.
+        num_tokens: Tokens in the cache: computed, or found there when it was admitted.
+        prefixes: What the second layer held at each of their positions when last read.
         sampled_token_id: The token that its last step yielded; None if that yielded none.
         generation: See `KVOracle.retire_contents`.
     """
 
-    __slots__ = ("generation", "num_tokens", "prefix", "sampled_token_id")
+    __slots__ = ("generation", "num_tokens", "prefixes", "sampled_token_id")
 
     def __init__(self, num_tokens: int, generation: int) -> None:
         self.num_tokens = num_tokens
-        self.prefix: int | None = None
+        self.prefixes: list[int] = []
         self.sampled_token_id: int | None = None
         self.generation = generation
 
@@ -93,8 +93,8 @@ class KVOracle:
     """A pool of slots that remember what they hold, and a model that reads all of it.
 
     Plans must be executed once each, in the order in which they were made; later plans may have
-    been made before. The oracle keeps one small record for each sequence that it has seen and
-    that was not preempted since.
+    been made before. The oracle remembers one number for each token of each sequence that it has
+    seen and that was not preempted since.
     """
 
     def __init__(
@@ -144,11 +144,11 @@ class KVOracle:
         # one writes in the same layer of the same step.
         for entry, row, slot_ids in batch:
             self._write_tokens(plan.step_id, entry, row, slot_ids)
-        for entry, row, slot_ids in batch:
-            self._write_prefixes(entry, row, slot_ids)
+        for entry, _row, slot_ids in batch:
+            self._write_prefixes(entry, slot_ids)
         sampled = {}
         for entry, row, slot_ids in batch:
-            token_id = self._sample(entry, row, slot_ids)
+            token_id = self._read(entry, row, slot_ids)
             row.sampled_token_id = token_id if entry.samples else None
             if entry.samples:
                 sampled[entry.seq_id] = token_id
@@ -178,6 +178,8 @@ class KVOracle:
 
     def _slot_ids(self, entry: ScheduledSequence) -> list[int]:
         """Slots of all positions up to the end of the step, through the block table."""
+        if entry.num_scheduled_tokens < 1:
+            raise KVMismatchError(f"sequence {entry.seq_id}: the plan computes no token of it")
         size = self._block_size
         length = entry.num_computed_tokens + entry.num_scheduled_tokens
         table = entry.block_table
@@ -221,42 +223,37 @@ class KVOracle:
                 step_id=step_id,
             )
 
-    def _write_prefixes(self, entry: ScheduledSequence, row: _Row, slot_ids: list[int]) -> None:
+    def _write_prefixes(self, entry: ScheduledSequence, slot_ids: list[int]) -> None:
         prefix = _FOLD_START
-        start = entry.num_computed_tokens
+        for position, slot_id in enumerate(slot_ids):
+            slot = self._slots[slot_id]
+            if slot is not None:
+                prefix = _fold(prefix, slot.token_id)
+                if position >= entry.num_computed_tokens:
+                    slot.prefix = prefix
+
+    def _read(self, entry: ScheduledSequence, row: _Row, slot_ids: list[int]) -> int:
+        """Reads all slots, checks that they hold the sequence's own past, samples a token."""
+        prefix = state = _FOLD_START
         for position, slot_id in enumerate(slot_ids):
             slot = self._slots[slot_id]
             if slot is None:
                 self._report_slot(entry, position, slot_id, "was never written")
                 continue
             prefix = _fold(prefix, slot.token_id)
-            if position >= start:
-                slot.prefix = prefix
-            if not self._strict:
-                continue
-            if slot.position != position or slot.prefix != prefix:
+            state = _fold(state, slot.prefix)
+            is_known = position < len(row.prefixes)
+            if is_known and slot.prefix != row.prefixes[position]:
+                self._report_slot(entry, position, slot_id, f"holds {slot}")
+            elif slot.position != position or slot.prefix != prefix:
                 self._report_slot(entry, position, slot_id, f"holds {slot}, of another prefix")
-            if position >= start and slot.seq_id != entry.seq_id:
+            elif position >= entry.num_computed_tokens and slot.seq_id != entry.seq_id:
                 self._report_slot(entry, position, slot_id, f"was overwritten with {slot}")
-            if slot.generation < row.generation:
+            elif slot.generation < row.generation:
                 self._report_slot(entry, position, slot_id, f"holds {slot}, which was retired")
-            if position == start - 1 and row.prefix is not None and prefix != row.prefix:
-                self._report_slot(
-                    entry, position, slot_id, f"holds {slot}, of a prefix that is not its own"
-                )
+            if not is_known:
+                row.prefixes.append(prefix)
         row.num_tokens = len(slot_ids)
-        row.prefix = prefix
-
-    def _sample(self, entry: ScheduledSequence, row: _Row, slot_ids: list[int]) -> int:
-        state = _FOLD_START
-        for slot_id in slot_ids:
-            slot = self._slots[slot_id]
-            state = _fold(state, 0 if slot is None else slot.prefix)
-        last = self._slots[slot_ids[-1]]
-        if self._strict and (last is None or last.prefix != row.prefix):
-            self._report_slot(
-                entry, len(slot_ids) - 1, slot_ids[-1], f"was overwritten with {last}"
-            )
         return state % self._vocab_size
 
     def _report_slot(
