@@ -65,21 +65,11 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     path = tiny_checkpoints.write_checkpoint(tmp_path_factory.mktemp(request.param), spec)
     model = tiny_checkpoints.make_model(spec)
     prompts = make_prompts(spec.vocab_size)
-    return Case(path, prompts, [greedy(model, prompt) for prompt in prompts])
-
-
-def greedy(model: Any, prompt: list[int]) -> list[int]:  # noqa: ANN401 - a transformers model
-    """Greedy decoding by transformers."""
-    inputs = torch.tensor([prompt])
-    output = model.generate(
-        inputs,
-        attention_mask=torch.ones_like(inputs),
-        max_new_tokens=NUM_OUTPUT_TOKENS,
-        do_sample=False,
-        pad_token_id=0,
+    return Case(
+        path,
+        prompts,
+        [tiny_checkpoints.reference_greedy(model, p, NUM_OUTPUT_TOKENS) for p in prompts],
     )
-    tokens: list[int] = output[0, len(prompt) :].tolist()
-    return tokens
 
 
 @pytest.fixture
