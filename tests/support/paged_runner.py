@@ -21,7 +21,29 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from nv_models import CausalLM, TensorParallel
+    from nv_kernels import AttentionBackend
+    from nv_models import CausalLM, ModelConfig, TensorParallel
+
+
+def make_backend(
+    config: ModelConfig,
+    name: str = "torch",
+    *,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    tensor_parallel: TensorParallel = SINGLE_RANK,
+    block_size: int = 4,
+) -> AttentionBackend:
+    """Selects an attention backend for one rank of a model."""
+    return select_attention_backend(
+        name,
+        device=torch.device(device),
+        dtype=dtype,
+        head_dim=config.head_dim,
+        num_heads=config.num_heads // tensor_parallel.size,
+        num_kv_heads=max(1, config.num_kv_heads // tensor_parallel.size),
+        block_size=block_size,
+    )
 
 
 def load_paged_model(
@@ -36,14 +58,12 @@ def load_paged_model(
 ) -> CausalLM:
     """Opens and loads a checkpoint with an attention backend that fits it."""
     checkpoint = open_checkpoint(path)
-    config = checkpoint.config
-    backend = select_attention_backend(
+    backend = make_backend(
+        checkpoint.config,
         attention_backend,
-        device=torch.device(device),
+        device=device,
         dtype=dtype,
-        head_dim=config.head_dim,
-        num_heads=config.num_heads // tensor_parallel.size,
-        num_kv_heads=max(1, config.num_kv_heads // tensor_parallel.size),
+        tensor_parallel=tensor_parallel,
         block_size=block_size,
     )
     return load_model(
