@@ -84,10 +84,19 @@ def test_block_sizes(target: Target, block_size: int) -> None:
 
 
 @pytest.mark.parametrize("target", ALL_TARGETS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_cache_layouts(target: Target, layout: str) -> None:
+@pytest.mark.parametrize(
+    ("key_layout", "value_layout"), list(zip(LAYOUTS, LAYOUTS[1:] + LAYOUTS[:1], strict=True))
+)
+def test_cache_layouts(target: Target, key_layout: str, value_layout: str) -> None:
     batch = make_batch(MIXED, 256 if target.backend == "flash_attn" else 16)
-    problem = Problem.make(batch, target, num_heads=4, num_kv_heads=2, head_dim=32, layout=layout)
+    problem = Problem.make(
+        batch,
+        target,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        layouts=(key_layout, value_layout),
+    )
     problem.check(target.backend)
 
 

@@ -59,6 +59,13 @@ def test_heads_of_a_fused_projection(target: Target) -> None:
 
 
 @pytest.mark.parametrize("target", targets())
+def test_every_second_head(target: Target) -> None:
+    x = random_tensor(21, 3, 6, 16, target=target)[:, ::2]
+    weight = random_tensor(22, 16, target=target)
+    assert_normal(rms_norm(x, weight, eps=EPS, backend=target.backend), x, weight)
+
+
+@pytest.mark.parametrize("target", targets())
 def test_strided_last_dimension(target: Target) -> None:
     x = random_tensor(5, 24, 3, target=target).T
     weight = random_tensor(6, 24, target=target)
@@ -96,6 +103,8 @@ def test_add(target: Target, shape: tuple[int, ...]) -> None:
     # The sum of two values of a dtype, rounded once: fp64 holds it exactly.
     assert_same_bits(total, (x.double() + residual.double()).to(target.dtype))
     assert_normal(normed, total, weight)
+    # The norm sees the sum as it was rounded.
+    assert_same_bits(normed, rms_norm(total, weight, eps=EPS, backend=target.backend))
     assert_same_bits(x, before[0])
     assert_same_bits(residual, before[1])
     pointers = {tensor.data_ptr() for tensor in (x, residual, normed, total)}
@@ -105,7 +114,7 @@ def test_add(target: Target, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("target", targets())
 def test_add_of_strided_views(target: Target) -> None:
     wide = random_tensor(13, 6, 2, 3, 24, target=target)
-    x, residual = wide[:, 0], wide[:, 1]
+    x, residual = wide[:, 0, :2], wide[:, 1, ::2]
     weight = random_tensor(14, 24, target=target)
     before = wide.clone()
     normed, total = add_rms_norm(x, residual, weight, eps=EPS, backend=target.backend)

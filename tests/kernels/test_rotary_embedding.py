@@ -74,6 +74,17 @@ def test_fused_projection(
 
 
 @pytest.mark.parametrize("target", targets())
+def test_query_and_key_have_strides_of_their_own(target: Target) -> None:
+    query = random_tensor(7, 3, 8, 20, target=target)[:, ::2, :16]
+    key = random_tensor(8, 2, 3, 16, target=target).transpose(0, 1)
+    positions = torch.tensor([5, 1, 3], device=target.device)
+    cache = make_cache(8, 16, target.device)
+    rotated = rotary_embedding(query, key, positions, cache, backend=target.backend)
+    assert_rotated(rotated[0], query, positions, cache)
+    assert_rotated(rotated[1], key, positions, cache)
+
+
+@pytest.mark.parametrize("target", targets())
 def test_position_zero_changes_nothing(target: Target) -> None:
     query = random_tensor(2, 2, 3, 24, target=target)
     key = random_tensor(3, 2, 1, 24, target=target)

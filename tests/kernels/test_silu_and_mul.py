@@ -43,7 +43,7 @@ def test_shapes(target: Target, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("target", targets())
 def test_strided_rows(target: Target) -> None:
     wide = random_tensor(2, 6, 40, target=target)
-    for gate_up in (wide[:, 4:30], wide[::2], wide.T, wide.view(6, 4, 10)[:, 1:3]):
+    for gate_up in (wide[:, 4:30], wide[::2], wide.T, wide.view(6, 4, 10)[:, ::2]):
         assert_activated(silu_and_mul(gate_up, backend=target.backend), gate_up)
 
 

@@ -82,6 +82,21 @@ def test_slices_of_a_fused_projection(target: Target, index_dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("target", targets())
+def test_key_and_value_have_strides_of_their_own(target: Target) -> None:
+    key = random_tensor(7, 2, 3, 16, target=target).transpose(0, 1)
+    value = random_tensor(8, 3, 4, 20, target=target)[:, ::2, :16]
+    caches = [empty_cache(2, 4, 2, 16, layout, target) for layout in ("head_major", "padded")]
+    slots = [6, 0, 3]
+    expected = [
+        expected_cache(cache, rows, slots) for cache, rows in zip(caches, (key, value), strict=True)
+    ]
+    slot_mapping = torch.tensor(slots, dtype=torch.int32, device=target.device)
+    store_kv(key, value, caches[0], caches[1], slot_mapping, backend=target.backend)
+    for cache, want in zip(caches, expected, strict=True):
+        assert_same_bits(cache, want)
+
+
+@pytest.mark.parametrize("target", targets())
 @pytest.mark.parametrize("slots", [[], [-1, -1]])
 def test_nothing_to_store(target: Target, slots: list[int]) -> None:
     caches = [empty_cache(2, 4, 2, 8, "contiguous", target) for _ in range(2)]

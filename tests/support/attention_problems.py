@@ -76,14 +76,14 @@ class Problem:
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,
-        layout: str = "contiguous",
+        layouts: tuple[str, str] = ("contiguous", "contiguous"),
         seed: int = 0,
     ) -> Problem:
         width = num_heads + 2 * num_kv_heads
         qkv = random_tensor(seed, batch.num_tokens, width, head_dim, target=target)
         key, value = (
-            make_cache(batch, num_kv_heads, head_dim, layout, seed=start, target=target)
-            for start in (seed + 1000, seed + 2000)
+            make_cache(batch, num_kv_heads, head_dim, layout, seed=seed + start, target=target)
+            for start, layout in zip((1000, 2000), layouts, strict=True)
         )
         return cls(
             batch=batch,
