@@ -189,3 +189,7 @@ def test_only_what_is_needed_is_downloaded(tmp_path: Path, monkeypatch: pytest.M
     unneeded = ["pytorch_model.bin", "original/consolidated.00.safetensors", "tf_model.h5"]
     unneeded += ["consolidated.safetensors", "onnx/model.onnx", "README.md", "picture.png"]
     assert not any(is_downloaded(file) for file in unneeded)
+    resolve_model("org/name", with_weights=False)
+    assert is_downloaded("config.json")
+    assert is_downloaded("model.safetensors.index.json")
+    assert not is_downloaded("model-00001-of-00002.safetensors")

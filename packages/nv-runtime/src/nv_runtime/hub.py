@@ -18,13 +18,8 @@ logger = logging.getLogger(__name__)
 
 # What a checkpoint consists of here. Repositories also carry pickled weights, other frameworks'
 # weights and pictures, often as large again.
-_WANTED_FILES = (
-    "*.json",
-    "*.safetensors",
-    "*.jinja",
-    "tokenizer.model",
-    "LICENSE*",
-)
+_DESCRIPTION_FILES = ("*.json", "*.jinja")
+_WEIGHT_FILES = ("*.safetensors",)
 _UNWANTED_FILES = (
     # Copies of the same weights in the layout of the authors' own code.
     "original/*",
@@ -41,7 +36,11 @@ class ModelNotFoundError(NvError, ValueError):
 
 
 def resolve_model(
-    model: str | Path, *, revision: str | None = None, cache_dir: str | Path | None = None
+    model: str | Path,
+    *,
+    revision: str | None = None,
+    cache_dir: str | Path | None = None,
+    with_weights: bool = True,
 ) -> Path:
     """Returns where a model's files are, after downloading them if need be.
 
@@ -51,6 +50,7 @@ def resolve_model(
         revision: Branch, tag or commit on the Hub; None for the default branch. Local models have
             none; a warning says that it is not used.
         cache_dir: Where downloads are kept; None for the Hub library's usual place.
+        with_weights: Whether weights are downloaded too, or only what describes the model.
 
     Returns:
         A directory or a `.gguf` file. Files that were downloaded before are not downloaded again;
@@ -75,7 +75,8 @@ def resolve_model(
             f"model: {name!r} is neither an existing path nor a Hub id; give a directory, a .gguf "
             "file or an id such as Qwen/Qwen3-0.6B."
         )
-    return _download(name, revision, cache_dir)
+    files = _DESCRIPTION_FILES + (_WEIGHT_FILES if with_weights else ())
+    return _download(name, files, revision=revision, cache_dir=cache_dir)
 
 
 def _check_local(path: Path) -> Path:
@@ -110,7 +111,9 @@ def _missing_path_message(path: Path) -> str:
     return f"model: there is no {path}.{hint}"
 
 
-def _download(repo_id: str, revision: str | None, cache_dir: str | Path | None) -> Path:
+def _download(
+    repo_id: str, files: tuple[str, ...], *, revision: str | None, cache_dir: str | Path | None
+) -> Path:
     # Imported here: it brings an HTTP client, which local models do without.
     import huggingface_hub
     from huggingface_hub import errors
@@ -120,7 +123,7 @@ def _download(repo_id: str, revision: str | None, cache_dir: str | Path | None) 
             repo_id,
             revision=revision,
             cache_dir=cache_dir,
-            allow_patterns=list(_WANTED_FILES),
+            allow_patterns=list(files),
             ignore_patterns=list(_UNWANTED_FILES),
         )
     except errors.GatedRepoError as error:
