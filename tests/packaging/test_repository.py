@@ -6,9 +6,10 @@ import re
 import subprocess
 from pathlib import Path
 
-REQUIRED = {
+TOP_LEVEL = {
     ".ci",
     ".gitignore",
+    "benchmarks",
     "CHANGELOG.md",
     "LICENSE",
     "README.md",
@@ -19,7 +20,6 @@ REQUIRED = {
     "pyproject.toml",
     "tests",
 }
-OPTIONAL = {"benchmarks"}
 
 PRIVATE = re.compile(
     r"\bpypi\.org|\bpythonhosted\.org|\bdownload\.pytorch\.org|\banaconda\.org|\bnpmjs\.(?:org|com)"
@@ -37,7 +37,7 @@ def _committed(checkout: Path) -> list[str]:
 
 def test_the_top_level_holds_what_it_should_and_nothing_else(checkout: Path) -> None:
     top_level = {name.partition("/")[0] for name in _committed(checkout)}
-    assert top_level - OPTIONAL == REQUIRED
+    assert top_level == TOP_LEVEL
 
 
 def test_every_package_has_the_same_layout(
