@@ -145,7 +145,14 @@ def test_the_pool_is_sized_from_memory(tmp_path: Path) -> None:
 
 def test_nv_generate_runs(tmp_path: Path) -> None:
     path = tiny_checkpoints.write_checkpoint(tmp_path, tokenizer=True)
-    command = [sys.executable, "-m", "nv_runtime.cli", "generate", str(path), "the fox"]
+    command = [
+        sys.executable,
+        "-c",
+        "from nv_runtime.cli import main; main()",
+        "generate",
+        str(path),
+        "the fox",
+    ]
     command += ["--max-tokens", "8", "--device", "cuda", "--max-model-len", "128"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
