@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from nv_core.errors import ConfigError
-from nv_models import CausalLM, WeightError, load_model, open_checkpoint
+from nv_models import CausalLM, TensorParallel, WeightError, load_model, open_checkpoint
+from nv_models.layers.placement import Placement
 from nv_models.loader import _check_coverage
 from paged_runner import PagedRunner, load_paged_model, make_backend
 from tiny_checkpoints import TinySpec, load_reference, reference_logits, write_checkpoint
@@ -334,14 +335,24 @@ def test_a_parameter_that_no_tensor_fills_is_an_error(checkpoint: Path) -> None:
         _check_coverage(model, lost)
 
 
-def test_every_element_is_overwritten(tmp_path: Path) -> None:
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize("rank", [None, 0, 1])
+def test_every_element_is_overwritten(
+    rank: int | None, load_format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Counting elements is not enough: parts could overlap. So start from NaN."""
+
+    def empty_weight(placement: Placement, *shape: int) -> torch.nn.Parameter:
+        poison = torch.full(shape, torch.nan, dtype=placement.dtype, device=placement.device)
+        return torch.nn.Parameter(poison, requires_grad=False)
+
+    monkeypatch.setattr(Placement, "empty_weight", empty_weight)
+    # An odd vocabulary: with two ranks, the last row of the second is padding.
     path = write_checkpoint(tmp_path, TinySpec(family="llama", attention_bias=True, mlp_bias=True))
-    model = load_paged_model(path)
-    for parameter in model.parameters():
-        parameter.fill_(torch.nan)
-    stored = load_file(path / "model.safetensors")
-    for target in model.targets():
-        rows = tuple(slice(*bounds) for bounds in target.source)
-        target.filled_region.copy_(stored[target.name][rows])
+    group = cast("torch.distributed.ProcessGroup", object())  # loading needs no communication
+    tensor_parallel = TensorParallel() if rank is None else TensorParallel(rank, 2, group)
+    model = load_paged_model(path, load_format=load_format, tensor_parallel=tensor_parallel)
     assert all(parameter.isfinite().all() for parameter in model.parameters())
+    if rank == 1:
+        assert (model.embedding.weight[-1] == 0).all()
+        assert (model.embedding.weight[-2] != 0).any()

@@ -56,6 +56,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "yarn-mscale": {**YARN, "mscale": 0.8, "mscale_all_dim": 1.2},
     "yarn-untruncated": {**YARN, "truncate": False},
     "yarn-short": {**YARN, "original_max_position_embeddings": 16, "factor": 1.5},
+    "yarn-small-theta": {**YARN, "rope_theta": 50.0},
     "yarn-no-original": {"rope_type": "yarn", "factor": 2.0},
     "dynamic": {"rope_type": "dynamic", "factor": 2.0},
 }
@@ -174,6 +175,19 @@ def test_dynamic_sequences_of_a_batch_keep_their_own_lengths(dynamic: Path) -> N
     for prompt, logits in zip(prompts, PagedRunner(model).step(batch), strict=True):
         expected = reference_logits(load_reference(dynamic), prompt)
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
+
+
+def test_dynamic_sequences_decode_side_by_side(dynamic: Path) -> None:
+    """Each token of a step takes the length of its own sequence, not of a neighbour's."""
+    model = load_paged_model(dynamic, max_model_len=128)
+    prompts = [[(n * i) % 131 for i in range(length)] for n, length in ((3, 90), (5, 20), (7, 41))]
+    together = PagedRunner(model)
+    batch = [PagedSequence(prompt) for prompt in prompts]
+    steps = [[(s, len(s.token_ids) - 1) for s in batch], [(s, 1) for s in batch]]
+    logits = [together.step(step) for step in steps][1]
+    for prompt, actual in zip(prompts, logits, strict=True):
+        alone = PagedRunner(model).prompt_logits(prompt, chunks=[len(prompt) - 1, 1])
+        torch.testing.assert_close(actual, alone[-1:], rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("prompt_len", [20, 50])
