@@ -259,6 +259,9 @@ class TestBrokenFiles:
         (checkpoint / "model.safetensors").unlink()
         with pytest.raises(WeightError, match=r"there is no \.safetensors file"):
             load_paged_model(checkpoint)
+        (checkpoint / "model.gguf").write_bytes(b"")
+        with pytest.raises(WeightError, match=r"give the path of the file \(model\.gguf\)"):
+            load_paged_model(checkpoint)
         (checkpoint / "pytorch_model.bin").write_bytes(b"not even a pickle")
         with pytest.raises(WeightError, match=r"only as pickle \(pytorch_model\.bin\).*Convert it"):
             load_paged_model(checkpoint)

@@ -177,6 +177,11 @@ def test_dynamic_sequences_of_a_batch_keep_their_own_lengths(dynamic: Path) -> N
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
 
 
+def test_the_model_tells_when_blocks_must_not_be_shared(dynamic: Path) -> None:
+    assert not load_paged_model(dynamic).kv_depends_on_length
+    assert load_paged_model(dynamic, max_model_len=33).kv_depends_on_length
+
+
 def test_dynamic_sequences_decode_side_by_side(dynamic: Path) -> None:
     """Each token of a step takes the length of its own sequence, not of a neighbour's."""
     model = load_paged_model(dynamic, max_model_len=128)
@@ -212,6 +217,39 @@ def test_depends_on_length_only_for_dynamic_beyond_its_original_length() -> None
     assert dynamic.depends_on_length(65)
     yarn = RopeConfig(rope_type="yarn", factor=2.0, original_max_position_embeddings=64)
     assert not yarn.depends_on_length(100000)
+
+
+@pytest.mark.parametrize(
+    ("rope", "declared", "longest"),
+    [
+        (RopeConfig(), 4096, 4096),
+        (RopeConfig(rope_type="linear", factor=2.5), 4096, 10240),
+        (RopeConfig(rope_type="linear", factor=0.5), 4096, 4096),
+        (
+            RopeConfig(rope_type="dynamic", factor=2.0, original_max_position_embeddings=4096),
+            4096,
+            8192,
+        ),
+        # Qwen3 with YaRN switched on as its model card says; and declared after the scaling.
+        (
+            RopeConfig(rope_type="yarn", factor=4.0, original_max_position_embeddings=32768),
+            40960,
+            131072,
+        ),
+        (
+            RopeConfig(rope_type="yarn", factor=4.0, original_max_position_embeddings=32768),
+            131072,
+            131072,
+        ),
+        (
+            RopeConfig(rope_type="llama3", factor=8.0, original_max_position_embeddings=8192),
+            131072,
+            131072,
+        ),
+    ],
+)
+def test_longest_len(rope: RopeConfig, declared: int, longest: int) -> None:
+    assert rope.longest_len(declared) == longest
 
 
 def test_frequency_divisors_are_llama3_in_another_form() -> None:

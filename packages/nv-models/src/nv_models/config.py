@@ -114,6 +114,14 @@ class ModelConfig:
         if self.dtype not in DTYPES.values():
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype}")
 
+    @property
+    def longest_model_len(self) -> int:
+        """Most tokens of a sequence that can be asked for: as declared, stretched by the scaling.
+
+        Without an explicit wish, `max_position_embeddings` is the length to go by.
+        """
+        return self.rope.longest_len(self.max_position_embeddings)
+
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> ModelConfig:
         """Reads `config.json` in a checkpoint directory.

@@ -198,6 +198,15 @@ class CausalLM(nn.Module):
         return logits
 
     @property
+    def kv_depends_on_length(self) -> bool:
+        """Whether keys depend on how long their sequence was in the step that computed them.
+
+        Only with `dynamic` rotary scaling beyond its original length. Cached blocks must then not
+        be shared between sequences, and the chunks that a prompt is cut into change its result.
+        """
+        return self.rotary.depends_on_length
+
+    @property
     def num_weight_bytes(self) -> int:
         """Bytes of this rank's weights; a tied matrix counts once."""
         return sum(p.numel() * p.element_size() for p in self.parameters())

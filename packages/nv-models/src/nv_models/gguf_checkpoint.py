@@ -163,17 +163,19 @@ class _StoredTensor(CheckpointTensor):
         self._interleaved_heads = interleaved_heads
 
     def copy_to(self, destination: Tensor, part: Sequence[tuple[int, int]]) -> None:
-        """Reads a part of the tensor; see `CheckpointTensor.copy_to`."""
+        """Reads whole rows, some at a time, and keeps the part; see `CheckpointTensor.copy_to`."""
         (start, stop), *columns = part
         rows = np.arange(start, stop)
         if self._interleaved_heads is not None:
             rows = _interleaved_rows(rows, self.info.shape[0] // self._interleaved_heads)
         if not columns:  # blocks of a vector lie along its rows: it is read whole
-            destination.copy_(torch.from_numpy(_dequantize(self._stored, self._stored.data)[rows]))
+            values = _dequantize(self._stored, self._stored.data)
+            destination.copy_(torch.from_numpy(values[rows]))
             return
         ((first, last),) = columns
         num_rows = max(1, _CHUNK_ELEMENTS // self.info.shape[1])
         for begin in range(0, len(rows), num_rows):
+            # An array of rows copies them, so that torch never sees the read-only file itself.
             chunk = rows[begin : begin + num_rows]
             values = _dequantize(self._stored, self._stored.data[chunk])[:, first:last]
             destination[begin : begin + len(chunk)].copy_(torch.from_numpy(values))
@@ -208,7 +210,7 @@ def _open_reader(path: Path) -> GGUFReader:
 
 
 def _dequantize(tensor: ReaderTensor, data: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-    """Turns rows of stored bytes into numbers; the result never shares memory with the file."""
+    """Turns rows of stored bytes into numbers; for F32 these are the bytes themselves."""
     try:
         values = dequantize(data, tensor.tensor_type)
     except NotImplementedError as error:
@@ -216,7 +218,7 @@ def _dequantize(tensor: ReaderTensor, data: npt.NDArray[Any]) -> npt.NDArray[np.
             f"tensor {tensor.name} is stored as {tensor.tensor_type.name}, which cannot be "
             "dequantised; use a file of another quantisation"
         ) from error
-    return np.array(values, dtype=np.float32)
+    return np.asarray(values, dtype=np.float32)
 
 
 def _shape(tensor: ReaderTensor) -> tuple[int, ...]:

@@ -1,7 +1,8 @@
 """The architectures this package computes, and what tells them apart.
 
 All of them are one decoder (`decoder.py`): what differs is data. To add one of the same kind, add
-an entry here; the tests in `tests/models` then compare it with transformers.
+an entry here, and a family to `tests/support/tiny_checkpoints.py`, whose models the tests compare
+with transformers.
 """
 
 from __future__ import annotations

@@ -94,6 +94,22 @@ class RopeConfig:
                 f"rope frequency_divisors go only with rope_type 'default', got {self.rope_type!r}"
             )
 
+    def longest_len(self, max_position_embeddings: int) -> int:
+        """Returns the length in tokens that the scaling stretches a model to.
+
+        Models declare `max_position_embeddings` before or after their scaling; where that cannot
+        be told, before is assumed.
+
+        Args:
+            max_position_embeddings: What the model declares.
+        """
+        if self.rope_type in ("linear", "dynamic"):
+            return max(max_position_embeddings, int(max_position_embeddings * self.factor))
+        if self.rope_type == "yarn" and self.original_max_position_embeddings is not None:
+            stretched = int(self.original_max_position_embeddings * self.factor)
+            return max(max_position_embeddings, stretched)
+        return max_position_embeddings
+
     def depends_on_length(self, num_positions: int) -> bool:
         """Whether a token's angles depend on its sequence's length, up to `num_positions` tokens.
 

@@ -220,7 +220,11 @@ def _all_shards(found: list[Path]) -> list[Path]:
 def _no_weights_error(directory: Path) -> WeightError:
     pickles = sorted({p.name for pattern in _PICKLE_PATTERNS for p in directory.glob(pattern)})
     if not pickles:
-        return WeightError(f"no weights in {directory}: there is no .safetensors file")
+        gguf_files = ", ".join(sorted(path.name for path in directory.glob("*.gguf")))
+        advice = f"; for its GGUF weights, give the path of the file ({gguf_files})"
+        return WeightError(
+            f"no weights in {directory}: there is no .safetensors file{advice * bool(gguf_files)}"
+        )
     return WeightError(
         f"{directory} holds weights only as pickle ({', '.join(pickles)}), which can run any code "
         "when it is read, so it is refused. Convert it once, where you trust it: "
