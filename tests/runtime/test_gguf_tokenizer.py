@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import heapq
+import importlib
 import importlib.util
 import json
 from dataclasses import replace
@@ -309,6 +310,18 @@ def write_gguf(path: Path, data: GGUFTokenizerData) -> Path:
     return path
 
 
+def transformers_reads_names() -> bool:
+    """Whether this release of transformers looks at the pre-tokenizer and at add_bos at all."""
+    try:
+        reader = importlib.import_module("transformers.integrations.gguf")
+    except ImportError:
+        return False
+    return hasattr(reader, "convert_gguf_tokenizer")
+
+
+@pytest.mark.skipif(
+    not transformers_reads_names(), reason="this transformers ignores half of what the file says"
+)
 @pytest.mark.parametrize("kind", ["llama3", "qwen", "llama2"])
 def test_transformers_reads_the_same_from_a_file(tmp_path: Path, kind: str) -> None:
     """On ordinary text; the module names where transformers strays from the original."""
@@ -368,6 +381,8 @@ def smollm2_original() -> Backend:
         ]
     )
     backend.decoder = decoders.ByteLevel()
+    kinds = zip(data.tokens, data.token_types or (), strict=True)
+    backend.add_special_tokens([token for token, kind in kinds if kind == CONTROL])
     return backend
 
 

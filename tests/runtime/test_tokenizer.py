@@ -124,7 +124,6 @@ def test_config_entries_act_as_in_transformers(
         ("mistral", "LlamaTokenizer", "llama"),
         ("mistral", "LlamaTokenizerFast", "mistral"),
         ("llama3", "PreTrainedTokenizer", "llama"),
-        ("llama3", "LlamaTokenizerFast", "llama"),
     ],
 )
 def test_the_class_names_of_real_checkpoints_change_nothing(

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from nv_core.errors import ConfigError, NvError
@@ -118,18 +120,45 @@ def _download(
     import huggingface_hub
     from huggingface_hub import errors
 
-    try:
+    def fetch(*, local_files_only: bool) -> Path:
         directory = huggingface_hub.snapshot_download(
             repo_id,
             revision=revision,
             cache_dir=cache_dir,
             allow_patterns=list(files),
             ignore_patterns=list(_UNWANTED_FILES),
+            local_files_only=local_files_only,
         )
+        return Path(directory)
+
+    with _explained(repo_id, revision):
+        try:
+            directory = fetch(local_files_only=False)
+        except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+            # Some releases of the library ask the Hub about a pinned commit that is here already.
+            try:
+                directory = fetch(local_files_only=True)
+            except errors.LocalEntryNotFoundError:
+                raise error from error.__cause__
+    if not (directory / "config.json").exists():
+        raise ModelNotFoundError(
+            f"model: {repo_id} on the Hub has no config.json, so it is no Hugging Face checkpoint. "
+            "If it offers GGUF files, download one of them and give its path."
+        )
+    return directory
+
+
+@contextmanager
+def _explained(repo_id: str, revision: str | None) -> Iterator[None]:
+    """Turns the Hub library's errors into ones that say what to do."""
+    from huggingface_hub import errors
+
+    try:
+        yield
     except errors.GatedRepoError as error:
         raise ModelNotFoundError(
-            f"model: {repo_id} asks for a licence to be accepted first. Accept it on "
-            "its page of the Hub, then log in here with `hf auth login`."
+            f"model: {repo_id} asks for a licence to be accepted first. Accept it on its page of "
+            "the Hub, then log in here with `hf auth login`."
         ) from error
     except errors.RevisionNotFoundError as error:
         raise ModelNotFoundError(f"revision: {repo_id} has no revision {revision!r}.") from error
@@ -152,9 +181,3 @@ def _download(
             f"model: the Hub did not hand out {repo_id} ({error}). Try again later, or give the "
             "path of a local copy."
         ) from error
-    if not (Path(directory) / "config.json").exists():
-        raise ModelNotFoundError(
-            f"model: {repo_id} on the Hub has no config.json, so it is no Hugging Face checkpoint. "
-            "If it offers GGUF files, download one of them and give its path."
-        )
-    return Path(directory)
