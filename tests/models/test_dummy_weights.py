@@ -36,7 +36,7 @@ def test_logits_are_finite_and_differ(family: Family, dtype: torch.dtype, tmp_pa
     logits = PagedRunner(model).prompt_logits(PROMPT)
     assert logits.isfinite().all()
     assert 0.3 < float(logits.std()) < 3.0
-    assert len(set(logits.argmax(-1).tolist())) > 10
+    assert len(set(logits.argmax(-1).tolist())) >= 5
 
 
 def test_seed_decides(tmp_path: Path) -> None:
