@@ -91,6 +91,16 @@ def test_json_holds_the_same_numbers(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert fit["num_kv_tokens"] == left // 384
 
 
+def test_a_gpu_can_be_planned_for_where_there_is_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_checkpoint(tmp_path, TinySpec(dtype=torch.bfloat16))
+    planned = json.loads(run_info(capsys, str(tmp_path), "--json", "--memory", "80GB"))
+    assert planned["model"]["dtype"] == "bfloat16"
+    here = json.loads(run_info(capsys, str(tmp_path), "--json", "--device", "cpu"))
+    assert here["model"]["dtype"] == "float32"
+
+
 def test_a_config_without_weights_is_enough(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -53,6 +53,8 @@ def info(
     No weights are read, nor downloaded for a model from the Hub.
     """
     # Imported here: these bring torch, which takes seconds.
+    import torch
+
     from nv_models import open_checkpoint
     from nv_runtime.cli.plan import fit_memory, gather_facts
     from nv_runtime.engine_config import EngineConfig
@@ -62,7 +64,8 @@ def info(
         model=model, dtype=dtype, device=device, gpu_memory_utilization=gpu_memory_utilization
     )
     checkpoint = open_checkpoint(resolve_model(model, revision=revision, with_weights=False))
-    target = engine.resolve_device()
+    # A size of memory stands for a GPU, which need not be here.
+    target = torch.device("cuda") if memory is not None else engine.resolve_device()
     loaded_dtype = engine.resolve_dtype(checkpoint.config.dtype, target)
     facts = gather_facts(checkpoint, loaded_dtype)
     fit = fit_memory(
@@ -133,7 +136,7 @@ def _memory_rows(facts: ModelFacts, fit: Fit) -> list[tuple[str, str]]:
             _size(facts.kv_bytes_per_token * facts.max_position_embeddings),
         ),
         (fit.memory, _size(fit.memory_bytes)),
-        ("left for the KV cache", _size(max(fit.kv_cache_bytes, 0))),
+        ("KV cache that the engine makes", _size(max(fit.kv_cache_bytes, 0))),
     ]
 
 
