@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,6 +18,11 @@ if not torch.cuda.is_available():
         raise pytest.UsageError(
             "triton was imported before tests/kernels/conftest.py could switch its interpreter "
             "on. Set TRITON_INTERPRET=1, or run tests/kernels in a process of its own."
+        )
+    if find_spec("triton") is not None and find_spec("numpy") is None:
+        raise pytest.UsageError(
+            "Triton's interpreter, which runs the kernels where there is no GPU, needs NumPy. "
+            "Install it with: pip install numpy"
         )
     # Only kernels that are called for by name run there: "auto" takes PyTorch for CPU tensors.
     os.environ["TRITON_INTERPRET"] = "1"

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from attention_problems import ATOL, Problem, metadata_of
 from kernel_oracles import (
+    HAS_CUDA,
+    HAS_TRITON,
     LAYOUTS,
     Batch,
     Target,
@@ -249,12 +251,21 @@ def ragged_batches(draw: st.DrawFn) -> Batch:
     return make_batch(lens, block_size, num_padding_tokens=padding, seed=draw(st.integers(0, 99)))
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "torch",
+        pytest.param(
+            "triton",
+            marks=pytest.mark.skipif(
+                HAS_CUDA or not HAS_TRITON, reason="needs Triton's interpreter"
+            ),
+        ),
+    ],
+)
 @settings(deadline=None, max_examples=30)
 @given(batch=ragged_batches(), heads=st.sampled_from([(1, 1), (6, 2), (7, 1)]))
 def test_any_ragged_batch(backend: str, batch: Batch, heads: tuple[int, int]) -> None:
-    if backend == "triton" and torch.cuda.is_available():
-        pytest.skip("kernels are compiled where CUDA is; the parametrised tests cover it there")
     target = Target(backend, "cpu", torch.float32)
     num_heads, num_kv_heads = heads
     problem = Problem.make(
@@ -264,7 +275,7 @@ def test_any_ragged_batch(backend: str, batch: Batch, heads: tuple[int, int]) ->
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device")
 def test_pool_of_more_elements_than_int32_counts() -> None:
     target = Target("triton", "cuda", torch.bfloat16)
     num_kv_heads, head_dim, block_size = 8, 128, 16
@@ -284,7 +295,7 @@ def test_pool_of_more_elements_than_int32_counts() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device")
 @pytest.mark.parametrize("backend", ["triton", "flash_attn"])
 def test_captured_graph_replays_another_batch(backend: str) -> None:
     """Capture with four sequences, then replay with three and padding, in the same buffers."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from kernel_oracles import (
+    HAS_TRITON,
     Batch,
     Target,
     assert_close,
@@ -26,6 +28,9 @@ from nv_kernels import (
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+# Its conversion of the bound to an int fails with NumPy from 2.4 on; Triton 3.7 mended it.
+NO_LOOPS_IN_INTERPRETER = HAS_TRITON and version("triton").startswith("3.6.")
 
 # Half types: the probabilities are rounded to the dtype before they meet the values, which moves
 # a weighted mean of values under 5 by up to half a unit of eps * 5, and the result is rounded once
@@ -94,6 +99,8 @@ class Problem:
         )
 
     def run(self, backend: str) -> Tensor:
+        if backend == "triton" and self.query.device.type == "cpu" and NO_LOOPS_IN_INTERPRETER:
+            pytest.skip("Triton 3.6's interpreter cannot run a loop whose bound was computed")
         _, block_size, num_kv_heads, head_dim = self.kv_cache.key.shape
         reason = available_attention_backends(
             device=self.query.device,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from _pytest.mark.structures import ParameterSet
 
 HAS_CUDA = torch.cuda.is_available()
+# Looked for, not imported: tests/kernels/conftest.py decides how Triton is first imported.
+HAS_TRITON = find_spec("triton") is not None
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -46,7 +49,9 @@ def targets(
     cpu = [Target("torch", "cpu", dtype) for dtype in dtypes]
     interpreted = [Target("triton", "cpu", dtype) for dtype in dtypes if dtype != torch.bfloat16]
     cuda = [Target(backend, "cuda", dtype) for backend in gpu_backends for dtype in dtypes]
-    no_interpreter = pytest.mark.skipif(HAS_CUDA, reason="kernels are compiled where CUDA is")
+    no_interpreter = pytest.mark.skipif(
+        HAS_CUDA or not HAS_TRITON, reason="kernels are compiled where CUDA is, or Triton is absent"
+    )
     no_cuda = pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device")
     return [
         *(pytest.param(target, id=str(target)) for target in cpu),
