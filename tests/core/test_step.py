@@ -443,6 +443,8 @@ def test_error_in_a_policy_takes_the_step_back() -> None:
     assert world.scheduler.num_in_flight == 0
     assert [seq.num_pending_tokens for seq in (running, granted, victim, waiting)] == [0] * 4
     assert [seq.num_computed_tokens for seq in (running, granted, victim, waiting)] == [6, 0, 0, 0]
+    assert [seq.status.value for seq in (granted, waiting)] == ["waiting", "waiting"]
+    assert list(world.scheduler._step.waiting) == [granted, waiting, victim]
 
     plan = world.run(lambda step: [step.take(seq) for seq in (running, granted, waiting)])
     assert plan.step_id == 1

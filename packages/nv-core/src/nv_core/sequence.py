@@ -98,6 +98,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "_hits_counted",
         "_publishes",
         "_refused_in_step",
         "_residence",
@@ -183,6 +184,8 @@ class Sequence:
         # Counts how often it lost or got its blocks: a plan made in another residence must not
         # publish blocks that are no longer this sequence's.
         self._residence = 0
+        # Whether the statistics have seen it.
+        self._hits_counted = False
         # Whether blocks that it fills in this residence may enter the prefix cache.
         self._publishes = False
         # The last step that granted it tokens or preempted it, and the last that refused it.

@@ -101,6 +101,7 @@ class Step:
         self._enable_prefix_caching = enable_prefix_caching
         self._running: dict[int, Sequence] = {}
         self._grants: dict[int, ScheduledSequence] = {}
+        self._admitted: list[Sequence] = []
         self._preempted: list[int] = []
         self.step_id = -1
         self.prefix_cache_stats = PrefixCacheStats()
@@ -112,6 +113,7 @@ class Step:
         """Starts a new step; for the scheduler."""
         self.step_id = step_id
         self._grants = {}
+        self._admitted = []
         self.budget = self._max_num_batched_tokens
 
     def finish(self) -> StepPlan:
@@ -129,16 +131,22 @@ class Step:
         return plan
 
     def cancel(self) -> None:
-        """Takes back what was granted, as if the step had not run; for the scheduler.
+        """Takes back what was granted; for the scheduler.
 
-        Sequences that it admitted keep their blocks, and those that it preempted stay so: the
-        next plan names them.
+        Sequences that the step admitted wait again, at the front; those that it preempted stay
+        preempted, and the next plan names them.
         """
         for grant in self._grants.values():
             seq = grant.sequence
             seq.num_computed_tokens = grant.num_computed_tokens
             seq.num_pending_tokens -= grant.samples
             seq._step = -1
+        for seq in reversed(self._admitted):
+            if seq.seq_id in self._grants:
+                self.vacate(seq)
+                seq.status = SequenceStatus.WAITING
+                seq.wait_reason = WaitReason.NOT_CONSIDERED
+                self.waiting.append_front(seq)
 
     @property
     def running(self) -> Collection[Sequence]:
@@ -306,11 +314,14 @@ class Step:
         seq.num_computed_tokens = computed
         seq.num_prefill_tokens = total
         if seq.num_preemptions == 0:
+            seq.num_cached_tokens = computed
+        if not seq._hits_counted:
             self._count_hits(seq, computed)
         seq._publishes = self._enable_prefix_caching
         seq._residence += 1
         seq.status = SequenceStatus.RUNNING
         self._running[seq.seq_id] = seq
+        self._admitted.append(seq)
         self.slots -= 1
         return self._grant(seq, count, computed + count == total)
 
@@ -340,7 +351,7 @@ class Step:
         return self._blocks.match(seq.keys, self._max_hits(seq))
 
     def _count_hits(self, seq: Sequence, num_hit_tokens: int) -> None:
-        seq.num_cached_tokens = num_hit_tokens
+        seq._hits_counted = True
         if self._enable_prefix_caching:
             self.prefix_cache_stats = self.prefix_cache_stats.with_request(
                 len(seq.token_ids),

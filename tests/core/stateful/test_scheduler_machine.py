@@ -1,0 +1,382 @@
+"""Random lives of a scheduler: whatever happens, every request gets what it would get alone.
+
+One machine drives a scheduler and its twin, whose hash function always collides, through random
+requests, aborts, stops, cache resets and plans in flight, under shipped policies and under one
+that asks for nonsense. The oracle executes the plans late and in order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from nv_core import (
+    FinishReason,
+    Mixed,
+    Policy,
+    RequestError,
+    SamplingParams,
+    Scheduler,
+    SchedulerConfig,
+    SchedulingError,
+    Sequence,
+    Step,
+    StepPlan,
+)
+from nv_core.testing import KVOracle, reference_tokens
+
+VOCAB_SIZE = 12
+EOS_TOKEN_IDS = (3, 4)
+BASES = [[i % m for i in range(80)] for m in (5, 7)]
+
+
+class PolicyBugError(Exception):
+    """What a careless policy lets out."""
+
+
+class Hostile:
+    """Asks for nonsense at random, until it is told to behave."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.known: list[Sequence] = []
+        self.behaves = False
+        self.polite = Mixed()
+
+    def schedule(self, step: Step) -> None:
+        if self.behaves:
+            self.polite.schedule(step)
+            return
+        for seq in [*step.running, *step.waiting]:
+            if seq not in self.known:
+                self.known.append(seq)
+        for _ in range(self.random.randrange(12)):
+            self.act(step, self.random.choice(self.known) if self.known else None)
+
+    def act(self, step: Step, seq: Sequence | None) -> None:
+        rng = self.random
+        action = rng.randrange(20)
+        if seq is None or action == 0:
+            raise PolicyBugError
+        if action <= 4:
+            try:
+                step.preempt(seq)
+            except SchedulingError:
+                assert seq.status.value != "running"
+        elif action == 5:
+            # It may be refused before the argument is looked at.
+            with contextlib.suppress(TypeError):
+                assert step.take(seq, 1.5) == 0  # type: ignore[arg-type]
+        else:
+            n = rng.choice([None, None, None, -3, 0, 1, 2, 5, 10**9])
+            reserve = rng.choice([0, 0, -5, len(seq.token_ids), len(seq.token_ids) + 9, 10**9])
+            granted = step.take(seq, n, reserve=reserve, exceed_budget=rng.random() < 0.2)
+            assert granted >= 0
+            assert n is None or granted <= max(0, n)
+            assert granted > 0 or seq.is_finished or seq.status.value in ("waiting", "running")
+
+
+@dataclass
+class Request:
+    """What was asked, and the sequences that serve it: the scheduler's and the twin's."""
+
+    prompt: list[int]
+    params: SamplingParams
+    sequences: tuple[Sequence, Sequence]
+    ended_by_caller: FinishReason | None = None
+
+
+POLICIES: dict[str, Callable[[int], str | Policy]] = {
+    "mixed": lambda _seed: "mixed",
+    "prefill_first": lambda _seed: "prefill_first",
+    "hostile": Hostile,
+}
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(
+        block_size=st.sampled_from([1, 2, 3, 4, 8, 16, 32]),
+        num_tokens_in_pool=st.sampled_from([4, 12, 20, 30, 50, 300]),
+        max_num_seqs=st.integers(1, 6),
+        max_num_batched_tokens=st.sampled_from([1, 2, 5, 16, 100]),
+        max_model_len=st.sampled_from([None, None, 20]),
+        policy=st.sampled_from(sorted(POLICIES)),
+        enable_prefix_caching=st.sampled_from([True, True, False]),
+        findable_copies=st.sampled_from(["all", "newest", None]),
+        depth=st.integers(1, 3),
+        seed=st.integers(0, 1000),
+    )
+    def start(
+        self,
+        block_size: int,
+        num_tokens_in_pool: int,
+        policy: str,
+        depth: int,
+        seed: int,
+        **limits: object,
+    ) -> None:
+        num_blocks = max(1, num_tokens_in_pool // block_size)
+        self.schedulers: list[Scheduler] = []
+        self.hostile: list[Hostile] = []
+        for hash_block in (None, lambda _tokens, _parent: 9):
+            chosen = POLICIES[policy](seed)
+            if isinstance(chosen, Hostile):
+                self.hostile.append(chosen)
+            config = SchedulerConfig(
+                num_blocks=num_blocks,
+                block_size=block_size,
+                policy=chosen,
+                eos_token_ids=EOS_TOKEN_IDS,
+                vocab_size=VOCAB_SIZE,
+                **limits,  # type: ignore[arg-type]
+            )
+            if hash_block is None:
+                self.schedulers.append(Scheduler(config))
+            else:
+                self.schedulers.append(Scheduler(config, hash_block=hash_block))
+        self.scheduler, self.twin = self.schedulers
+        self.oracle = KVOracle(num_blocks, block_size, vocab_size=VOCAB_SIZE)
+        self.depth = depth
+        self.requests: dict[int, Request] = {}
+        self.in_flight: list[tuple[StepPlan, StepPlan]] = []
+        self.tokens: list[dict[int, int]] = []
+
+    # Requests --------------------------------------------------------------------------------
+
+    @rule(data=st.data())
+    def add(self, data: st.DataObject) -> None:
+        length = data.draw(st.integers(1, min(40, max(1, self.scheduler.max_prompt_tokens))))
+        bases = [*BASES, *(r.sequences[0].token_ids for r in self.requests.values())]
+        base = data.draw(st.sampled_from(bases))
+        tail = data.draw(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=3))
+        prompt = [*base[: max(1, length - len(tail))], *tail]
+        if len(prompt) > self.scheduler.max_prompt_tokens:
+            return
+        max_tokens = data.draw(st.sampled_from([1, 2, 5, 12, None]))
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=data.draw(st.integers(0, min(6, max_tokens or 6))),
+            ignore_eos=data.draw(st.booleans()),
+            stop_token_ids=tuple(data.draw(st.lists(st.integers(0, 11), max_size=1))),
+        )
+        salt = data.draw(st.sampled_from([None, None, None, "a"]))
+        one, two = (s.add(prompt, params, cache_salt=salt) for s in self.schedulers)
+        assert one.seq_id == two.seq_id
+        self.requests[one.seq_id] = Request(prompt, params, (one, two))
+
+    @rule(excess=st.integers(1, 50), kind=st.sampled_from(["long", "empty", "range", "negative"]))
+    def add_what_cannot_be_served(self, excess: int, kind: str) -> None:
+        prompts = {
+            "long": [1] * (self.scheduler.max_prompt_tokens + excess),
+            "empty": [],
+            "range": [1, VOCAB_SIZE - 1 + excess],
+            "negative": [-excess],
+        }
+        for scheduler in self.schedulers:
+            num_waiting = scheduler.num_waiting
+            with pytest.raises(RequestError, match="prompt"):
+                scheduler.add(prompts[kind])
+            assert scheduler.num_waiting == num_waiting
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), reason=st.sampled_from([FinishReason.ABORT, FinishReason.STOP]))
+    def end(self, data: st.DataObject, reason: FinishReason) -> None:
+        """By the caller; also of requests that have ended already."""
+        seq_id = data.draw(st.sampled_from(sorted(self.requests)))
+        request = self.requests[seq_id]
+        was_finished = request.sequences[0].is_finished
+        for scheduler, seq in zip(self.schedulers, request.sequences, strict=True):
+            if reason is FinishReason.ABORT:
+                ended = scheduler.abort(seq_id)
+            else:
+                ended = scheduler.finish(seq_id, reason)
+            assert ended is (None if was_finished else seq)
+        if not was_finished:
+            request.ended_by_caller = reason
+
+    # Steps -----------------------------------------------------------------------------------
+
+    @precondition(lambda self: len(self.in_flight) < self.depth)
+    @rule()
+    def schedule(self) -> None:
+        self.try_to_schedule()
+
+    def try_to_schedule(self) -> bool:
+        """Makes a plan and its twin; says whether there was one."""
+        plans, errors = [], []
+        for scheduler in self.schedulers:
+            try:
+                plans.append(scheduler.schedule())
+            except (PolicyBugError, SchedulingError) as error:
+                assert self.hostile, "only a hostile policy fails or stalls"
+                errors.append(type(error))
+        if errors:
+            assert len(errors) == 2
+            assert errors[0] is errors[1]
+            return False
+        one, two = plans
+        if one is None or two is None:
+            assert one is two
+            return False
+        assert describe(one) == describe(two), "equal hashes change nothing"
+        self.check_plan(one)
+        self.in_flight.append((one, two))
+        return True
+
+    @precondition(lambda self: len(self.tokens) < len(self.in_flight))
+    @rule()
+    def execute(self) -> None:
+        plan, _ = self.in_flight[len(self.tokens)]
+        self.tokens.append(self.oracle.execute(plan))
+
+    @precondition(lambda self: self.tokens)
+    @rule()
+    def commit(self) -> None:
+        plans, tokens = self.in_flight.pop(0), self.tokens.pop(0)
+        for scheduler, plan in zip(self.schedulers, plans, strict=True):
+            events = scheduler.commit(plan, tokens)
+            for seq in events.finished:
+                self.check_finished(seq)
+            assert set(events.finished) <= set(events.sampled)
+
+    @rule(count=st.integers(1, 12))
+    def run(self, count: int) -> None:
+        """Goes on as an engine does: keeps the device busy, then takes the oldest result."""
+        for _ in range(count):
+            while len(self.in_flight) < self.depth and self.try_to_schedule():
+                pass
+            if not self.in_flight:
+                return
+            if not self.tokens:
+                self.execute()
+            self.commit()
+
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        while len(self.tokens) < len(self.in_flight):
+            self.execute()
+        self.oracle.retire_contents()
+        for scheduler in self.schedulers:
+            scheduler.reset_prefix_cache()
+
+    # Checks ----------------------------------------------------------------------------------
+
+    def check_plan(self, plan: StepPlan) -> None:
+        config = self.scheduler.config
+        entries = plan.sequences
+        assert entries or plan.preempted
+        assert len({entry.seq_id for entry in entries}) == len(entries)
+        num_tokens = sum(entry.num_scheduled_tokens for entry in entries)
+        assert num_tokens == plan.num_scheduled_tokens
+        # `exceed_budget` may add the one token of each decoding sequence, and nothing else.
+        num_extra = 0 if config.policy == "mixed" else config.max_num_seqs
+        assert num_tokens <= config.max_num_batched_tokens + num_extra
+        assert plan.num_running <= config.max_num_seqs
+        assert plan.num_running == self.scheduler.num_running
+        for entry in entries:
+            assert entry.num_scheduled_tokens >= 1
+            assert entry.seq_id not in plan.preempted
+            length = entry.num_computed_tokens + entry.num_scheduled_tokens
+            assert length <= len(entry.block_table) * config.block_size
+        if not config.enable_prefix_caching:
+            blocks = [block_id for entry in entries for block_id in entry.block_table]
+            assert len(set(blocks)) == len(blocks)
+
+    def expected_tokens(self, seq: Sequence) -> list[int]:
+        request = self.requests[seq.seq_id]
+        params = request.params
+        config = self.scheduler.config
+        limit = config.num_blocks * config.block_size + 1
+        if config.max_model_len is not None:
+            limit = min(limit, config.max_model_len)
+        max_tokens = limit - len(request.prompt)
+        if params.max_tokens is not None:
+            max_tokens = min(max_tokens, params.max_tokens)
+        return reference_tokens(
+            request.prompt,
+            max_tokens,
+            vocab_size=VOCAB_SIZE,
+            stop_token_ids={*params.stop_token_ids, *(() if params.ignore_eos else EOS_TOKEN_IDS)},
+            min_tokens=params.min_tokens,
+        )
+
+    def check_finished(self, seq: Sequence) -> None:
+        request = self.requests[seq.seq_id]
+        output, expected = seq.output_token_ids, self.expected_tokens(seq)
+        assert seq.prompt_token_ids == request.prompt
+        if request.ended_by_caller is not None:
+            assert seq.finish_reason is request.ended_by_caller
+            assert output == expected[: len(output)]
+            return
+        assert output == expected
+        stops = {*request.params.stop_token_ids}
+        if not request.params.ignore_eos:
+            stops.update(EOS_TOKEN_IDS)
+        stopped = output[-1] in stops and len(output) > request.params.min_tokens
+        assert seq.finish_reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
+
+    @invariant()
+    def everything_adds_up(self) -> None:
+        for scheduler in self.schedulers:
+            scheduler.check_invariants()
+        assert self.scheduler.num_free_blocks == self.twin.num_free_blocks
+        assert self.scheduler.prefix_cache_stats == self.twin.prefix_cache_stats
+        for seq_id, request in self.requests.items():
+            one, two = request.sequences
+            assert one.num_cached_tokens == two.num_cached_tokens
+            if not one.is_finished:
+                explanation = self.scheduler.explain(seq_id)
+                assert explanation == self.twin.explain(seq_id)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "schedulers"):
+            return
+        for hostile in self.hostile:
+            hostile.behaves = True
+        sequences = [request.sequences[0] for request in self.requests.values()]
+        alive = [seq for seq in sequences if not seq.is_finished]
+        # Generous: each sequence might be computed anew for each other one.
+        num_tokens = sum(len(seq.token_ids) + len(self.expected_tokens(seq)) for seq in alive)
+        num_plans_left = (len(alive) + 1) * num_tokens + 10
+        while self.scheduler.has_unfinished or self.in_flight:
+            while len(self.in_flight) < self.depth and self.try_to_schedule():
+                num_plans_left -= 1
+            assert num_plans_left > 0, "every request ends within a bounded number of steps"
+            if not self.tokens:
+                self.execute()
+            self.commit()
+            self.everything_adds_up()
+        assert not self.twin.has_unfinished
+        for seq in sequences:
+            self.check_finished(seq)
+        for scheduler in self.schedulers:
+            assert scheduler.num_free_blocks == scheduler.config.num_blocks
+
+
+def describe(plan: StepPlan) -> tuple[object, ...]:
+    """Everything that a plan says."""
+    entries = [(repr(entry), entry.token_ids) for entry in plan.sequences]
+    counts = (plan.num_scheduled_tokens, plan.num_waiting, plan.num_running, plan.num_free_blocks)
+    return plan.step_id, entries, plan.preempted, counts
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(
+    max_examples=200,
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
