@@ -362,3 +362,31 @@ def test_config_errors_are_value_errors() -> None:
     assert issubclass(ConfigError, ValueError)
     assert issubclass(RequestError, ValueError)
     assert issubclass(CapacityError, RuntimeError)
+
+
+def test_dynamic_rotary_scaling_turns_prefix_caching_off(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0}
+    spec = tiny_checkpoints.TinySpec(family="llama", rope=rope, max_position_embeddings=64)
+    path = tiny_checkpoints.write_checkpoint(tmp_path, spec)
+    with make_llm(path, skip_tokenizer_init=True, max_model_len=128) as llm:
+        for _ in range(2):
+            (output,) = llm.generate([3] * 70, GREEDY, use_tqdm=False)
+            assert output.num_cached_tokens == 0
+    assert "prefix caching is off" in caplog.text
+    # Within the original length keys are the usual ones, and the cache works.
+    with make_llm(path, skip_tokenizer_init=True, max_model_len=64) as llm:
+        for expected in (0, 48):
+            (output,) = llm.generate([3] * 50, GREEDY, use_tqdm=False)
+            assert output.num_cached_tokens == expected
+
+
+def test_a_scaled_model_may_run_beyond_the_length_it_declares(tmp_path: Path) -> None:
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    spec = tiny_checkpoints.TinySpec(family="qwen3", rope=rope, max_position_embeddings=32)
+    path = tiny_checkpoints.write_checkpoint(tmp_path, spec)
+    with make_llm(path, skip_tokenizer_init=True, max_model_len=128) as llm:
+        assert len(tokens_of(llm.generate([3] * 100, GREEDY, use_tqdm=False)[0])) == 8
+    with make_llm(path, skip_tokenizer_init=True, max_model_len=None) as llm:
+        assert llm.max_model_len == 32

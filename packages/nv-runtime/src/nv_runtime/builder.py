@@ -113,7 +113,7 @@ def build_engine(config: EngineConfig) -> EngineParts:
             max_model_len=max_model_len,
             eos_token_ids=_all_eos_token_ids(checkpoint, tokenizer),
             vocab_size=model_config.vocab_size,
-            enable_prefix_caching=config.enable_prefix_caching,
+            enable_prefix_caching=_may_cache_prefixes(config, model),
             policy=config.scheduling_policy,
         )
     )
@@ -152,13 +152,13 @@ class _Phases:
 
 
 def _resolve_max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:
-    trained = model_config.max_position_embeddings
     if config.max_model_len is None:
-        return trained
-    if config.max_model_len > trained:
+        return model_config.max_position_embeddings
+    longest = model_config.longest_model_len
+    if config.max_model_len > longest:
         raise ConfigError(
-            f"max_model_len={config.max_model_len} is more than the {trained} positions that the "
-            "model was trained for; lower it"
+            f"max_model_len={config.max_model_len} is more than the {longest} positions that the "
+            "model and its rotary scaling reach; lower it"
         )
     return config.max_model_len
 
@@ -229,6 +229,17 @@ def _all_eos_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> t
         *(tokenizer.eos_token_ids if tokenizer is not None else ()),
     ]
     return tuple(dict.fromkeys(ids))
+
+
+def _may_cache_prefixes(config: EngineConfig, model: CausalLM) -> bool:
+    """Whether equal prefixes have equal keys, which dynamic rotary scaling breaks."""
+    if config.enable_prefix_caching and model.kv_depends_on_length:
+        logger.warning(
+            "prefix caching is off: with dynamic rotary scaling beyond the original length, keys "
+            "depend on the length of the whole sequence"
+        )
+        return False
+    return config.enable_prefix_caching
 
 
 def _default_sampling_params(config: EngineConfig, checkpoint: Checkpoint) -> SamplingParams:
