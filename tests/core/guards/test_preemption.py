@@ -165,3 +165,27 @@ def test_preempted_keeps_its_place_before_later_arrivals(policy: str) -> None:
     others = [entry.seq_id for entry in entries if entry.seq_id != first.seq_id]
     assert others[0] == preempted.seq_id
     assert all(seq.is_finished for seq in later)
+
+
+def test_output_that_arrives_after_the_preemption_is_found_in_the_cache_too() -> None:
+    """Keys must not end with the blocks that the sequence itself has published."""
+    policy = PreemptsAt()
+    scheduler = Scheduler(SchedulerConfig(16, 4, policy=policy))
+    oracle = KVOracle(16, 4)
+    tokens = [*range(6), *reference_tokens(range(6), 4)]
+    scheduler.add(tokens, SamplingParams(max_tokens=1))
+    run_until_idle(scheduler, oracle)
+    seq = scheduler.add(range(6), SamplingParams(max_tokens=5))
+    plans = [scheduler.schedule() for _ in range(3)]
+    policy.remaining = [0]
+    plans.append(scheduler.schedule())
+    preempted: list[int] = []
+    for plan in plans:
+        assert plan is not None
+        preempted += plan.preempted
+        scheduler.commit(plan, oracle.execute(plan))
+    assert preempted == [seq.seq_id]
+    assert seq.num_tokens == 9
+    back = scheduler.schedule()
+    assert back is not None
+    assert back.sequences[0].num_computed_tokens == 8

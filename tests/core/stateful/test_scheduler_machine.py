@@ -60,29 +60,30 @@ class Hostile:
         if self.behaves:
             self.polite.schedule(step)
             return
-        for seq in [*step.running, *step.waiting]:
-            if seq not in self.known:
-                self.known.append(seq)
-        for _ in range(self.random.randrange(12)):
-            self.act(step, self.random.choice(self.known) if self.known else None)
+        alive = [*step.running, *step.waiting]
+        self.known += [seq for seq in alive if seq not in self.known]
+        for _ in range(self.random.randrange(10)):
+            candidates = alive if alive and self.random.random() < 0.9 else self.known
+            if candidates:
+                self.act(step, self.random.choice(candidates))
 
-    def act(self, step: Step, seq: Sequence | None) -> None:
+    def act(self, step: Step, seq: Sequence) -> None:
         rng = self.random
-        action = rng.randrange(20)
-        if seq is None or action == 0:
+        action = rng.randrange(50)
+        if action == 0:
             raise PolicyBugError
-        if action <= 4:
+        if action == 1:
+            # It may be refused before the argument is looked at.
+            with contextlib.suppress(TypeError):
+                assert step.take(seq, 1.5) == 0  # type: ignore[arg-type]
+        elif action <= 10:
             try:
                 step.preempt(seq)
             except SchedulingError:
                 assert seq.status.value != "running"
-        elif action == 5:
-            # It may be refused before the argument is looked at.
-            with contextlib.suppress(TypeError):
-                assert step.take(seq, 1.5) == 0  # type: ignore[arg-type]
         else:
             n = rng.choice([None, None, None, -3, 0, 1, 2, 5, 10**9])
-            reserve = rng.choice([0, 0, -5, len(seq.token_ids), len(seq.token_ids) + 9, 10**9])
+            reserve = rng.choice([0, 0, 0, -5, len(seq.token_ids), len(seq.token_ids) + 9, 10**9])
             granted = step.take(seq, n, reserve=reserve, exceed_budget=rng.random() < 0.2)
             assert granted >= 0
             assert n is None or granted <= max(0, n)
@@ -108,12 +109,12 @@ POLICIES: dict[str, Callable[[int], str | Policy]] = {
 
 class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
-        block_size=st.sampled_from([1, 2, 3, 4, 8, 16, 32]),
+        block_size=st.sampled_from([1, 2, 2, 3, 4, 4, 8, 16, 32]),
         num_tokens_in_pool=st.sampled_from([4, 12, 20, 30, 50, 300]),
         max_num_seqs=st.integers(1, 6),
         max_num_batched_tokens=st.sampled_from([1, 2, 5, 16, 100]),
         max_model_len=st.sampled_from([None, None, 20]),
-        policy=st.sampled_from(sorted(POLICIES)),
+        policy=st.sampled_from([*sorted(POLICIES), "hostile"]),
         enable_prefix_caching=st.sampled_from([True, True, False]),
         findable_copies=st.sampled_from(["all", "newest", None]),
         depth=st.integers(1, 3),
@@ -156,15 +157,23 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     # Requests --------------------------------------------------------------------------------
 
+    @rule(data=st.data(), base=st.sampled_from(BASES))
+    def add(self, data: st.DataObject, base: list[int]) -> None:
+        self.add_prompt(data, base)
+
+    @precondition(lambda self: self.requests)
     @rule(data=st.data())
-    def add(self, data: st.DataObject) -> None:
-        length = data.draw(st.integers(1, min(40, max(1, self.scheduler.max_prompt_tokens))))
-        bases = [*BASES, *(r.sequences[0].token_ids for r in self.requests.values())]
-        base = data.draw(st.sampled_from(bases))
-        tail = data.draw(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=3))
-        prompt = [*base[: max(1, length - len(tail))], *tail]
-        if len(prompt) > self.scheduler.max_prompt_tokens:
-            return
+    def add_again(self, data: st.DataObject) -> None:
+        """As the next turn of a conversation does, or an impatient user."""
+        seq_id = data.draw(st.sampled_from(sorted(self.requests)))
+        self.add_prompt(data, self.requests[seq_id].sequences[0].token_ids)
+
+    def add_prompt(self, data: st.DataObject, base: list[int]) -> None:
+        longest = self.scheduler.max_prompt_tokens
+        lengths = [n for n in (1, 2, 4, 8, 9, 16, 17, 33, 40) if n <= longest]
+        length = data.draw(st.sampled_from(lengths))
+        tail = data.draw(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=2))
+        prompt = [*base[:length], *tail][:longest]
         max_tokens = data.draw(st.sampled_from([1, 2, 5, 12, None]))
         params = SamplingParams(
             max_tokens=max_tokens,
@@ -172,7 +181,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             ignore_eos=data.draw(st.booleans()),
             stop_token_ids=tuple(data.draw(st.lists(st.integers(0, 11), max_size=1))),
         )
-        salt = data.draw(st.sampled_from([None, None, None, "a"]))
+        salt = data.draw(st.sampled_from([None] * 5 + ["a"]))
         one, two = (s.add(prompt, params, cache_salt=salt) for s in self.schedulers)
         assert one.seq_id == two.seq_id
         self.requests[one.seq_id] = Request(prompt, params, (one, two))
@@ -264,6 +273,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.execute()
             self.commit()
 
+    @precondition(lambda self: self.scheduler.prefix_cache_stats.num_hit_tokens)
     @rule()
     def reset_prefix_cache(self) -> None:
         while len(self.tokens) < len(self.in_flight):

@@ -58,7 +58,8 @@ class Mixed:
 
     No prompt, however long, keeps a decoding sequence waiting: it is cut to the tokens that the
     decodes leave over. A prompt is admitted only when all of it fits the free blocks, so that
-    it need not be thrown out half-way, and not in a step that had to preempt.
+    it need not be thrown out half-way. Nobody is admitted in a step that had to preempt, since
+    the sequence preempted last stands first in the queue and may not come back in that step.
     """
 
     def schedule(self, step: Step) -> None:
@@ -68,8 +69,6 @@ class Mixed:
         running = deque(decodes + prompts)
         while running:
             take_or_preempt(step, running.popleft(), victims=running)
-        if step.preempted:
-            return
         while seq := step.waiting.first():
             if not step.take(seq, reserve=len(seq.token_ids)):
                 break
