@@ -114,9 +114,15 @@ class Problem:
             # Only the optional package may be missing or limited; ours must take every problem.
             assert backend == "flash_attn", reason
             pytest.skip(reason)
-        return paged_attention(
-            self.query, self.kv_cache, self.metadata, scale=self.scale, backend=backend
-        )
+        try:
+            return paged_attention(
+                self.query, self.kv_cache, self.metadata, scale=self.scale, backend=backend
+            )
+        except RuntimeError as error:
+            # A build of the package for few head sizes says so only when it is called.
+            if backend == "flash_attn" and "this build holds" in str(error):
+                pytest.skip(f"flash_attn: {error}")
+            raise
 
     def check(self, backend: str) -> None:
         before = [tensor.clone() for tensor in (self.query, *self.kv_cache)]
