@@ -89,3 +89,38 @@ def test_repr_of_an_entry() -> None:
         "ScheduledSequence(seq_id=0, num_computed_tokens=0, num_scheduled_tokens=2, "
         "samples=True, block_table=(0,))"
     )
+
+
+def test_released_names_every_sequence_that_lost_its_blocks_once() -> None:
+    scheduler = Scheduler(SchedulerConfig(num_blocks=8, block_size=2, max_num_batched_tokens=64))
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    ended, aborted, waiting = (scheduler.add([i] * 4, params) for i in (1, 2, 3))
+    waiting_aborted = scheduler.add([4] * 16, params)
+    first = scheduler.schedule()
+    assert first is not None
+    assert first.released == ()
+    tokens = {entry.seq_id: 9 for entry in first.sequences}
+    scheduler.finish(ended.seq_id, FinishReason.STOP)
+    scheduler.abort(aborted.seq_id)
+    scheduler.abort(waiting_aborted.seq_id)
+    scheduler.commit(first, tokens)
+    second = scheduler.schedule()
+    assert second is not None
+    assert second.released == (ended.seq_id, aborted.seq_id)
+    scheduler.commit(second, {waiting.seq_id: 9})
+    third = scheduler.schedule()
+    assert third is not None
+    assert third.released == ()
+
+
+def test_a_step_that_plans_nothing_keeps_what_is_released_for_the_next() -> None:
+    scheduler = Scheduler(SchedulerConfig(num_blocks=8, block_size=2))
+    seq = scheduler.add([1] * 4, SamplingParams(max_tokens=1))
+    plan = scheduler.schedule()
+    assert plan is not None
+    scheduler.commit(plan, {seq.seq_id: 5})
+    assert scheduler.schedule() is None
+    scheduler.add([2] * 4, SamplingParams(max_tokens=1))
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert plan.released == (seq.seq_id,)
