@@ -58,6 +58,7 @@ class Device:
             step_id=self.num_steps,
             sequences=entries,  # type: ignore[arg-type]
             preempted=preempted,
+            released=preempted,
             num_scheduled_tokens=sum(entry.num_scheduled_tokens for entry in entries),
             num_waiting=0,
             num_running=len(entries),

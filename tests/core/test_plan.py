@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from nv_core import SamplingParams, Scheduler, SchedulerConfig, StepPlan
+from nv_core import FinishReason, SamplingParams, Scheduler, SchedulerConfig, StepPlan
 
 
 def make_scheduler(max_num_batched_tokens: int = 64, max_num_seqs: int = 8) -> Scheduler:

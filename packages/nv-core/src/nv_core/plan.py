@@ -85,6 +85,8 @@ class StepPlan:
         step_id: Number of the step, from 0.
         sequences: The batch, in the order in which the policy granted it.
         preempted: Ids of the sequences that lost their blocks while it was planned.
+        released: Ids of all sequences that lost their blocks since the plan before, ended ones
+            included. Whoever keeps state for a sequence drops it before the plan runs.
         num_scheduled_tokens: Tokens that the step computes, all sequences together.
         num_waiting: Sequences left without blocks.
         num_running: Sequences that hold blocks.
@@ -94,7 +96,13 @@ class StepPlan:
     step_id: int
     sequences: tuple[ScheduledSequence, ...]
     preempted: tuple[int, ...]
+    released: tuple[int, ...]
     num_scheduled_tokens: int
     num_waiting: int
     num_running: int
     num_free_blocks: int
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to run and nothing to tell."""
+        return not self.sequences and not self.preempted

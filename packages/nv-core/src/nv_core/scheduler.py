@@ -190,7 +190,7 @@ class Scheduler:
             step.cancel()
             raise
         plan = step.finish()
-        if not plan.sequences and not plan.preempted:
+        if plan.is_empty:
             if self.has_unfinished and not self._in_flight:
                 raise self._stalled()
             return None

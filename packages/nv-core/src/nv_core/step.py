@@ -103,6 +103,7 @@ class Step:
         self._grants: dict[int, ScheduledSequence] = {}
         self._admitted: list[Sequence] = []
         self._preempted: list[int] = []
+        self._released: list[int] = []
         self.step_id = -1
         self.prefix_cache_stats = PrefixCacheStats()
         self.waiting = WaitingQueue()
@@ -122,12 +123,15 @@ class Step:
             step_id=self.step_id,
             sequences=tuple(self._grants.values()),
             preempted=tuple(self._preempted),
+            released=tuple(self._released),
             num_scheduled_tokens=self._max_num_batched_tokens - self.budget,
             num_waiting=len(self.waiting),
             num_running=len(self._running),
             num_free_blocks=self._blocks.num_free_blocks,
         )
-        self._preempted = []
+        if not plan.is_empty:
+            self._preempted = []
+            self._released = []
         return plan
 
     def cancel(self) -> None:
@@ -362,6 +366,7 @@ class Step:
     def vacate(self, seq: Sequence) -> None:
         """Takes a running sequence out of the batch and its blocks back; for the scheduler."""
         del self._running[seq.seq_id]
+        self._released.append(seq.seq_id)
         self._blocks.release(seq.block_table)
         # A new list, since plans in flight still refer to the old one.
         seq.block_table = []
