@@ -154,6 +154,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.requests: dict[int, Request] = {}
         self.in_flight: list[tuple[StepPlan, StepPlan]] = []
         self.tokens: list[dict[int, int]] = []
+        self.resident: set[int] = set()
 
     # Requests --------------------------------------------------------------------------------
 
@@ -301,6 +302,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert entry.seq_id not in plan.preempted
             length = entry.num_computed_tokens + entry.num_scheduled_tokens
             assert length <= len(entry.block_table) * config.block_size
+        # A runner that keeps state for each sequence learns of each one that loses its blocks.
+        assert len(set(plan.released)) == len(plan.released)
+        assert set(plan.preempted) <= set(plan.released)
+        assert not set(plan.released) & {entry.seq_id for entry in entries}
+        self.resident -= set(plan.released)
+        assert self.resident <= {seq.seq_id for seq in self.scheduler._step.running}
+        self.resident |= {entry.seq_id for entry in entries}
         if not config.enable_prefix_caching:
             blocks = [block_id for entry in entries for block_id in entry.block_table]
             assert len(set(blocks)) == len(blocks)

@@ -58,6 +58,15 @@ class ScheduledSequence:
         return tuple(self._table[: self._num_blocks])
 
     @property
+    def num_blocks(self) -> int:
+        """Length of the block table."""
+        return self._num_blocks
+
+    def block_ids_from(self, position: int) -> list[int]:
+        """The block table from a position on: what a reader of earlier plans does not have yet."""
+        return self._table[position : self._num_blocks]
+
+    @property
     def token_ids(self) -> tuple[int, ...]:
         """The tokens that the step computes, as far as they were known when it was planned.
 

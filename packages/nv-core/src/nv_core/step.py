@@ -148,6 +148,8 @@ class Step:
         for seq in reversed(self._admitted):
             if seq.seq_id in self._grants:
                 self.vacate(seq)
+                # No plan has named it, so nobody holds state for it.
+                self._released.pop()
                 seq.status = SequenceStatus.WAITING
                 seq.wait_reason = WaitReason.NOT_CONSIDERED
                 self.waiting.append_front(seq)

@@ -93,8 +93,7 @@ class KVOracle:
     """A pool of slots that remember what they hold, and a model that reads all of it.
 
     Plans must be executed once each, in the order in which they were made; later plans may have
-    been made before. The oracle remembers one number for each token of each sequence that it has
-    seen and that was not preempted since.
+    been made before. The oracle remembers one number for each token of each resident sequence.
     """
 
     def __init__(
@@ -137,7 +136,7 @@ class KVOracle:
             KVMismatchError: A sequence would read or overwrite what is not its own; only if
                 `strict`. What the step had written by then stays written.
         """
-        for seq_id in plan.preempted:
+        for seq_id in plan.released:
             self._rows.pop(seq_id, None)
         batch = [(entry, self._enter(entry), self._slot_ids(entry)) for entry in plan.sequences]
         # Layer by layer over the whole batch, as a model works: an entry may read what another
