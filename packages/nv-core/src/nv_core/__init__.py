@@ -8,7 +8,7 @@ from nv_core.block_manager import BlockManager
 from nv_core.config import SchedulerConfig
 from nv_core.errors import CapacityError, ConfigError, NvError, RequestError, SchedulingError
 from nv_core.plan import ScheduledSequence, StepPlan
-from nv_core.policies import Mixed, Policy, PrefillFirst
+from nv_core.policies import Mixed, Policy, PrefillFirst, take_or_preempt
 from nv_core.prefix_cache_stats import PrefixCacheStats
 from nv_core.sampling_params import SamplingParams
 from nv_core.scheduler import Explanation, Scheduler, StepEvents
@@ -40,4 +40,5 @@ __all__ = [
     "StepEvents",
     "StepPlan",
     "WaitReason",
+    "take_or_preempt",
 ]

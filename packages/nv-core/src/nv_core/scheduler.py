@@ -293,6 +293,11 @@ class Scheduler:
         return self._blocks.num_free_blocks
 
     @property
+    def plans_in_flight(self) -> tuple[StepPlan, ...]:
+        """Plans that are not committed yet, oldest first."""
+        return tuple(self._in_flight)
+
+    @property
     def num_in_flight(self) -> int:
         """Plans that are not committed yet."""
         return len(self._in_flight)

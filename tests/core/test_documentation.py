@@ -1,0 +1,87 @@
+"""The code of the README and the examples run, and print what the README says they print."""
+
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nv_core import SamplingParams, Scheduler, SchedulerConfig
+from nv_core.testing import KVOracle, reference_tokens, run_until_idle
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "packages" / "nv-core" / "README.md"
+EXAMPLE = ROOT / "examples" / "custom_policy.py"
+
+# A block of code, and the output that follows it, if any.
+SNIPPETS = re.findall(
+    r"```python\n(.*?)```\n(?:\n```text\n(.*?)```\n)?", README.read_text("utf-8"), re.DOTALL
+)
+
+
+def test_readme_has_its_snippets() -> None:
+    assert len(SNIPPETS) == 3
+    assert [bool(output) for _, output in SNIPPETS] == [True, False, True]
+    assert all(len(code.splitlines()) <= 16 for code, _ in SNIPPETS)
+
+
+@pytest.mark.parametrize("index", range(len(SNIPPETS)))
+def test_readme_snippet_runs(index: int, capsys: pytest.CaptureFixture[str]) -> None:
+    code, output = SNIPPETS[index]
+    exec(compile(code, f"{README.name} snippet {index}", "exec"), {})
+    assert capsys.readouterr().out == output
+
+
+def test_readme_names_every_file() -> None:
+    package = README.parent / "src" / "nv_core"
+    text = README.read_text("utf-8")
+    internal = {"__init__.py", "errors.py", "keywords.py"}
+    for path in package.glob("*.py"):
+        assert path.name in internal or f"\n  {path.name} " in text
+
+
+def test_example_prints_two_schedules() -> None:
+    result = subprocess.run(
+        [sys.executable, str(EXAMPLE)], capture_output=True, text=True, check=True
+    )
+    assert result.stderr == ""
+    _, mixed, own = result.stdout.split("\n\n")
+    assert mixed.splitlines()[0] == "mixed"
+    assert own.splitlines()[0] == "ShortestFirst"
+    assert "greeting    .   .   .   .   .   .   3   1   1   1" in mixed
+    assert "greeting    3   1   1   1" in own
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_policies_of_readme_and_example_hold_up(depth: int) -> None:
+    namespace: dict[str, type] = {}
+    exec(SNIPPETS[1][0], namespace)
+    for policy_class in (namespace["ShortestFirst"], runpy.run_path(str(EXAMPLE))["ShortestFirst"]):
+        scheduler = Scheduler(
+            SchedulerConfig(8, 4, max_num_batched_tokens=10, policy=policy_class())
+        )
+        prompts = [[i % 3] * (1 + 5 * i % 17) for i in range(12)]
+        sequences = [scheduler.add(prompt, SamplingParams(max_tokens=9)) for prompt in prompts]
+        run_until_idle(scheduler, KVOracle(8, 4), depth=depth)
+        for prompt, seq in zip(prompts, sequences, strict=True):
+            assert seq.output_token_ids == reference_tokens(prompt, 9)
+
+
+def test_ageing_ends_the_wait_of_the_long_prompt() -> None:
+    def num_steps_until_long_prompt_starts(ageing: int) -> int:
+        policy = runpy.run_path(str(EXAMPLE))["ShortestFirst"](ageing)
+        scheduler = Scheduler(SchedulerConfig(64, 4, max_num_batched_tokens=8, policy=policy))
+        long = scheduler.add([1] * 30, SamplingParams(max_tokens=1))
+        for step in range(60):
+            scheduler.add([2] * 8, SamplingParams(max_tokens=1))
+            plan = scheduler.schedule()
+            assert plan is not None
+            if long.num_computed_tokens:
+                return step
+            scheduler.commit(plan, {e.seq_id: 7 for e in plan.sequences if e.samples})
+        return 60
+
+    assert num_steps_until_long_prompt_starts(0) == 60
+    assert num_steps_until_long_prompt_starts(2) < 15
