@@ -52,7 +52,13 @@ def test_optional_limits_may_be_none_but_not_zero(name: str) -> None:
         SchedulerConfig(num_blocks=4, **{name: 0})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("ids", [[-1], ["2"], [True], [2.0]])
+def test_model_length_leaves_room_for_an_output_token() -> None:
+    SchedulerConfig(num_blocks=4, max_model_len=2)
+    with pytest.raises(ConfigError, match="max_model_len must be at least 2"):
+        SchedulerConfig(num_blocks=4, max_model_len=1)
+
+
+@pytest.mark.parametrize("ids", [[-1], ["2"], [True], [2.0], 2, "2", None])
 def test_eos_token_ids_must_be_token_ids(ids: object) -> None:
     with pytest.raises(ConfigError, match="eos_token_ids"):
         SchedulerConfig(num_blocks=4, eos_token_ids=ids)  # type: ignore[arg-type]

@@ -179,6 +179,14 @@ def test_message_for_a_prompt_beyond_the_model() -> None:
     assert "shorten it to 9 tokens or raise that limit" in str(caught.value)
 
 
+def test_message_names_the_limit_that_counts() -> None:
+    for max_model_len, limit in ((9, "max_model_len=9"), (10, "the KV pool"), (99, "the KV pool")):
+        scheduler = make_scheduler(num_blocks=2, max_model_len=max_model_len)
+        assert scheduler.max_prompt_tokens == 8
+        with pytest.raises(RequestError, match=f"9 tokens and can never fit {limit}"):
+            scheduler.add(list(range(9)))
+
+
 @pytest.mark.parametrize("salt", ["", 5, b"salt", ["a"]])
 def test_salt_must_be_text(salt: object) -> None:
     with pytest.raises(RequestError, match="cache_salt must be a non-empty str or None, got"):
@@ -603,6 +611,12 @@ def test_explain_says_why_and_how_much_is_missing() -> None:
     assert scheduler.explain(third.seq_id) == Explanation(
         SequenceStatus.WAITING, WaitReason.NOT_CONSIDERED, 6, 1, num_free_blocks=1
     )
+    feed(scheduler, [7, 7])
+    assert len(running.block_table) == 3
+    assert scheduler.explain(running.seq_id).num_blocks_needed == 0
+    feed(scheduler, [7])
+    assert running.num_tokens == 13
+    assert scheduler.explain(running.seq_id).num_blocks_needed == 1
 
 
 def test_explanation_does_not_outlive_the_step_that_gave_it() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any
 
@@ -20,8 +21,8 @@ class SchedulerConfig:
         max_num_seqs: Most sequences that may hold blocks at once.
         max_num_batched_tokens: Token budget of one step. With "prefill_first" it cuts prompts
             only: a step of decodes runs up to `max_num_seqs` tokens.
-        max_model_len: Most tokens (prompt and output) of one sequence; None leaves the pool's
-            size as the only limit.
+        max_model_len: Most tokens (prompt and output) of one sequence, at least 2; None leaves
+            the pool's size as the only limit.
         eos_token_ids: Tokens that end a sequence unless it ignores them.
         enable_prefix_caching: Whether full blocks are shared between equal prefixes.
         policy: Name of a shipped policy ("mixed" or "prefill_first"), or a `Policy` object.
@@ -59,12 +60,16 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         """Checks every field; turns `eos_token_ids` into a tuple."""
+        if not isinstance(self.eos_token_ids, Iterable) or isinstance(self.eos_token_ids, str):
+            raise ConfigError(f"eos_token_ids must be token ids, got {self.eos_token_ids!r}")
         object.__setattr__(self, "eos_token_ids", tuple(self.eos_token_ids))
         for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens"):
             _check_positive(name, getattr(self, name))
         for name in ("max_model_len", "vocab_size"):
             if getattr(self, name) is not None:
                 _check_positive(name, getattr(self, name))
+        if self.max_model_len == 1:
+            raise ConfigError("max_model_len must be at least 2 (prompt and output), got 1")
         for token_id in self.eos_token_ids:
             if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
                 raise ConfigError(

@@ -18,6 +18,8 @@ class ScheduledSequence:
 
     Attributes:
         seq_id: The sequence.
+        sequence: The sequence itself, for its sampling parameters; its counters move on while
+            the plan is in flight.
         num_computed_tokens: Tokens in the KV cache before the step; the position of the first
             token that the step computes.
         num_scheduled_tokens: Tokens that the step computes.
@@ -92,7 +94,8 @@ class StepPlan:
 
     Attributes:
         step_id: Number of the step, from 0.
-        sequences: The batch, in the order in which the policy granted it.
+        sequences: The batch, in the order in which the policy granted it. Empty when planning
+            only took blocks away: there is nothing to run, but the plan is committed all the same.
         preempted: Ids of the sequences that lost their blocks while it was planned.
         released: Ids of all sequences that lost their blocks since the plan before, ended ones
             included. Whoever keeps state for a sequence drops it before the plan runs.

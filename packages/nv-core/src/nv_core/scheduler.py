@@ -18,16 +18,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from operator import index
-from typing import Any
 
 from nv_core.block_hash import (
     BlockHasher,
     BlockKeys,
     default_block_hasher,
     pack_namespace,
-    pack_tokens,
-    unpack_tokens,
 )
 from nv_core.block_manager import BlockManager
 from nv_core.config import SchedulerConfig
@@ -35,6 +31,7 @@ from nv_core.errors import RequestError, SchedulingError
 from nv_core.plan import ScheduledSequence, StepPlan
 from nv_core.policies import make_policy
 from nv_core.prefix_cache_stats import PrefixCacheStats
+from nv_core.prompt import check_prompt
 from nv_core.sampling_params import SamplingParams
 from nv_core.sequence import FinishReason, Sequence, SequenceStatus, WaitReason
 from nv_core.step import Step
@@ -61,7 +58,7 @@ class Explanation:
         status: See `SequenceStatus`.
         wait_reason: Why the last step left it out; None if that step ran it, or ran it in part.
         num_tokens_ahead: Uncomputed tokens of the sequences that wait before it.
-        num_blocks_needed: Free blocks that its next full admission needs.
+        num_blocks_needed: Free blocks that it needs to compute all of its tokens.
         num_free_blocks: Free blocks now.
     """
 
@@ -139,7 +136,9 @@ class Scheduler:
                 fit, or the salt is no text; nothing is changed.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
-        tokens, packed = self._checked_prompt(prompt_token_ids)
+        tokens, packed = check_prompt(
+            prompt_token_ids, self.config, max_prompt_tokens=self.max_prompt_tokens
+        )
         if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
             raise RequestError(f"cache_salt must be a non-empty str or None, got {cache_salt!r}")
         namespace = pack_namespace({"cache_salt": cache_salt})
@@ -328,7 +327,9 @@ class Scheduler:
                     break
                 ahead += self._step.uncached_tokens(other)
         size = self.config.block_size
-        missing = self._step.uncached_tokens(seq) if seq.status is SequenceStatus.WAITING else 0
+        missing = self._step.uncached_tokens(seq)
+        if seq.status is SequenceStatus.RUNNING:
+            missing = max(0, missing + seq.num_computed_tokens - len(seq.block_table) * size)
         return Explanation(
             status=seq.status,
             wait_reason=self._wait_reason(seq),
@@ -377,44 +378,6 @@ class Scheduler:
         for problem, holds in problems.items():
             if holds:
                 raise SchedulingError(f"{seq!r} {problem}")
-
-    def _checked_prompt(self, prompt_token_ids: Iterable[int]) -> tuple[list[int], bytes]:
-        if isinstance(prompt_token_ids, (str, bytes)):
-            raise RequestError("prompt_token_ids must be token ids, got text; tokenize it first")
-        if not isinstance(prompt_token_ids, Iterable):
-            raise RequestError(f"prompt_token_ids must be token ids, got {prompt_token_ids!r}")
-        values = list(prompt_token_ids)
-        if not values:
-            raise RequestError("prompt_token_ids is empty; a prompt needs at least one token")
-        limit = self.config.vocab_size or 2**32
-        try:
-            packed = pack_tokens(values)
-            tokens = unpack_tokens(packed)
-        except (OverflowError, TypeError):
-            tokens = []
-        if not tokens or max(tokens) >= limit:
-            bad = next(value for value in values if not _is_token_id(value, limit))
-            raise RequestError(
-                f"prompt_token_ids holds {bad!r}; token ids are integers in [0, {limit})"
-            )
-        if len(tokens) > self.max_prompt_tokens:
-            raise RequestError(self._too_long(len(tokens)))
-        return tokens, packed
-
-    def _too_long(self, num_tokens: int) -> str:
-        config = self.config
-        pool_tokens = config.num_blocks * config.block_size
-        if self._max_total_tokens == config.max_model_len:
-            limit = f"max_model_len={config.max_model_len} (prompt and at least one output token)"
-        else:
-            limit = (
-                f"the KV pool: {config.num_blocks} blocks of {config.block_size} tokens hold "
-                f"{pool_tokens}"
-            )
-        return (
-            f"the prompt has {num_tokens} tokens and can never fit {limit}; "
-            f"shorten it to {self.max_prompt_tokens} tokens or raise that limit"
-        )
 
     def _wait_reason(self, seq: Sequence) -> WaitReason | None:
         """What the last step said of a sequence, which may not be what `seq` remembers."""
@@ -482,10 +445,3 @@ class Scheduler:
         seq.finish_reason = reason
         seq.wait_reason = None
         del self._sequences[seq.seq_id]
-
-
-def _is_token_id(value: Any, limit: int) -> bool:  # noqa: ANN401 - that is what is checked here
-    try:
-        return 0 <= index(value) < limit
-    except TypeError:
-        return False
