@@ -21,8 +21,8 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from model_shapes import SHAPES, write_config
 
+from model_shapes import SHAPES, write_config
 from nv_runtime import LLM, SamplingParams
 
 MAX_INPUT_LEN = MAX_OUTPUT_LEN = 1024
