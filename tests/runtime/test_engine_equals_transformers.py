@@ -113,21 +113,32 @@ def test_alone(case: Case, make_llm: Callable[..., LLM]) -> None:
     assert tokens_of(outputs) == case.expected
 
 
-@pytest.mark.parametrize("block_size", [1, 3, 16, 256])
-def test_batched(case: Case, make_llm: Callable[..., LLM], block_size: int) -> None:
-    outputs = generate(make_llm(block_size=block_size), case.prompts)
+@pytest.mark.parametrize(("block_size", "ahead"), [(1, False), (3, True), (16, True), (256, False)])
+def test_batched(
+    case: Case,
+    make_llm: Callable[..., LLM],
+    block_size: int,
+    ahead: bool,  # noqa: FBT001 - a parameter
+) -> None:
+    outputs = generate(make_llm(block_size=block_size, async_scheduling=ahead), case.prompts)
     assert tokens_of(outputs) == case.expected
 
 
-@pytest.mark.parametrize("budget", [1, 5, 16, 37])
+@pytest.mark.parametrize(("budget", "ahead"), [(1, False), (5, True), (16, False), (37, True)])
 @pytest.mark.parametrize("policy", ["mixed", "prefill_first"])
-def test_chunked(case: Case, make_llm: Callable[..., LLM], budget: int, policy: str) -> None:
-    llm = make_llm(max_num_batched_tokens=budget, scheduling_policy=policy)
+def test_chunked(
+    case: Case,
+    make_llm: Callable[..., LLM],
+    budget: int,
+    ahead: bool,  # noqa: FBT001 - a parameter
+    policy: str,
+) -> None:
+    llm = make_llm(max_num_batched_tokens=budget, scheduling_policy=policy, async_scheduling=ahead)
     assert tokens_of(generate(llm, case.prompts)) == case.expected
 
 
 def test_with_prefix_hits(case: Case, make_llm: Callable[..., LLM]) -> None:
-    llm = make_llm()
+    llm = make_llm(async_scheduling=True)
     generate(llm, case.prompts)
     again = generate(llm, case.prompts)
     assert tokens_of(again) == case.expected
@@ -143,9 +154,20 @@ def test_with_prefix_hits(case: Case, make_llm: Callable[..., LLM]) -> None:
     )
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("policy", ["mixed", "prefill_first"])
-def test_under_preemption(case: Case, make_llm: Callable[..., LLM], policy: str) -> None:
-    llm = make_llm(num_gpu_blocks_override=40, scheduling_policy=policy, max_num_batched_tokens=64)
+def test_under_preemption(
+    case: Case,
+    make_llm: Callable[..., LLM],
+    policy: str,
+    ahead: bool,  # noqa: FBT001 - a parameter
+) -> None:
+    llm = make_llm(
+        num_gpu_blocks_override=40,
+        scheduling_policy=policy,
+        max_num_batched_tokens=64,
+        async_scheduling=ahead,
+    )
     outputs = generate(llm, case.prompts)
     assert tokens_of(outputs) == case.expected
     preemptions = [output.metrics.num_preemptions for output in outputs if output.metrics]

@@ -109,6 +109,9 @@ def test_float32_tokens_equal_those_of_transformers(name: str, tmp_path: Path) -
     params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
     for options in (
         {},
+        {"enforce_eager": True, "async_scheduling": False},
+        {"enforce_eager": True},
+        {"async_scheduling": False, "max_num_seqs": 3},
         {"max_num_batched_tokens": 9},
         {"num_gpu_blocks_override": 12, "block_size": 16},
     ):
@@ -125,6 +128,53 @@ def test_float32_tokens_equal_those_of_transformers(name: str, tmp_path: Path) -
             for _ in range(2):
                 outputs = llm.generate(prompts, params, use_tqdm=False)
                 assert [list(o.outputs[0].token_ids) for o in outputs] == expected
+
+
+def test_graphs_and_overlap_change_no_token(tmp_path: Path) -> None:
+    """A crowd that grows, shrinks, stops early and is sampled in every way, four times over."""
+    path = tiny_checkpoints.write_checkpoint(tmp_path, SPECS["qwen3"])
+    vocab_size = SPECS["qwen3"].vocab_size
+    generator = torch.manual_seed(7)
+    prompts = [
+        torch.randint(0, vocab_size, (1 + 7 * i % 60,), generator=generator).tolist()
+        for i in range(40)
+    ]
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.8},
+        {"temperature": 1.2, "top_k": 5},
+        {"temperature": 0.7, "top_p": 0.6, "repetition_penalty": 1.3},
+        {"temperature": 1.0, "min_tokens": 6, "stop_token_ids": list(range(0, vocab_size, 5))},
+    ]
+    params = [
+        SamplingParams(seed=i, max_tokens=3 + 5 * i % 37, ignore_eos=True, **kinds[i % len(kinds)])
+        for i in range(len(prompts))
+    ]
+    results = []
+    for options in (
+        {"enforce_eager": True, "async_scheduling": False},
+        {"enforce_eager": True, "async_scheduling": True},
+        {"enforce_eager": False, "async_scheduling": False},
+        {"enforce_eager": False, "async_scheduling": True},
+    ):
+        with LLM(
+            str(path),
+            device="cuda",
+            dtype="float32",
+            max_model_len=128,
+            max_num_seqs=21,
+            num_gpu_blocks_override=60,
+            block_size=16,
+            skip_tokenizer_init=True,
+            show_progress=False,
+            **options,
+        ) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            results.append([list(o.outputs[0].token_ids) for o in outputs])
+            scheduler = llm._parts.engine.scheduler
+            scheduler.check_invariants()
+            assert scheduler.num_free_blocks == 60
+    assert results[1:] == results[:1] * 3
 
 
 def test_the_pool_is_sized_from_memory(tmp_path: Path) -> None:

@@ -27,7 +27,8 @@ def make_row(
     output: tuple[int, ...] = (),
     stop: frozenset[int] = frozenset(),
 ) -> SamplingRow:
-    return SamplingRow(params, seed, [*prompt, *output], len(prompt), stop)
+    tokens = [*prompt, *output]
+    return SamplingRow(params, seed, len(tokens), tokens, len(prompt), stop)
 
 
 def draw_many(logits: Tensor, params: SamplingParams, count: int) -> Tensor:

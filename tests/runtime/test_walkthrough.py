@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from nv_core import SamplingParams, Scheduler, StepPlan
 from nv_models import CausalLM
 from nv_runtime import LLM
+from nv_runtime.model_runner import StepHandle
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "walkthrough.md"
 QWEN3_0_6B = {
@@ -118,15 +119,10 @@ def recording(llm: LLM, monkeypatch: pytest.MonkeyPatch, recorder: Recorder) -> 
             recorder.tensor(name, value)
 
     # Any, because the names to replace are imported there, not exported.
-    runner_module: Any = import_module("nv_runtime.model_runner")
     attention_layer: Any = import_module("nv_models.layers.attention")
     mlp_layer: Any = import_module("nv_models.layers.mlp")
     with monkeypatch.context() as patch:
-        schedule, build, sample = (
-            Scheduler.schedule,
-            runner_module.build_model_input,
-            runner_module.sample,
-        )
+        schedule, launch = Scheduler.schedule, runner.launch
         store_kv, silu_and_mul = attention_layer.store_kv, mlp_layer.silu_and_mul
         attend, compute_logits = first.attention.backend.attend, model.compute_logits
 
@@ -136,17 +132,14 @@ def recording(llm: LLM, monkeypatch: pytest.MonkeyPatch, recorder: Recorder) -> 
                 recorder.plan(plan)
             return plan
 
-        def build_and_record(plan: StepPlan, **options: Any) -> Any:  # noqa: ANN401
-            made = build(plan, **options)
-            recorder.values("token_ids", made.token_ids)
-            recorder.lines[-1] = recorder.lines[-1][:50].rstrip()
-            recorder.values("positions", made.positions)
-            recorder.values("slot_mapping", made.metadata.slot_mapping)
-            recorder.values("cu_seqlens_q", made.metadata.cu_seqlens_q)
-            recorder.values("context_lens", made.metadata.context_lens)
-            recorder.values("block_table", made.metadata.block_table)
-            recorder.values("sample_rows", made.sample_rows)
-            return made
+        def run_and_record(_model: nn.Module, arguments: tuple[Any, ...]) -> None:
+            token_ids, positions, _, metadata = arguments
+            recorder.tensor("token_ids", token_ids)
+            recorder.values("positions", positions)
+            recorder.values("slot_mapping", metadata.slot_mapping)
+            recorder.values("cu_seqlens_q", metadata.cu_seqlens_q)
+            recorder.values("context_lens", metadata.context_lens)
+            recorder.values("block_table", metadata.block_table)
 
         def store_and_record(key: Tensor, value: Tensor, *rest: Any, **options: Any) -> None:  # noqa: ANN401
             record_once("key (rotated)", key)
@@ -171,14 +164,14 @@ def recording(llm: LLM, monkeypatch: pytest.MonkeyPatch, recorder: Recorder) -> 
             recorder.tensor("logits", logits)
             return logits
 
-        def sample_and_record(logits: Tensor, rows: Any) -> Tensor:  # noqa: ANN401
-            tokens: Tensor = sample(logits, rows)
-            recorder.tensor("sampled token ids", tokens)
-            return tokens
+        def launch_and_record(plan: StepPlan) -> StepHandle:
+            handle: StepHandle = launch(plan)
+            recorder.tensor("sampled token ids", handle.token_ids)
+            return handle
 
         patch.setattr(Scheduler, "schedule", schedule_and_record)
-        patch.setattr(runner_module, "build_model_input", build_and_record)
-        patch.setattr(runner_module, "sample", sample_and_record)
+        patch.setattr(runner, "launch", launch_and_record)
+        handles.append(model.register_forward_pre_hook(run_and_record))
         patch.setattr(attention_layer, "store_kv", store_and_record)
         patch.setattr(mlp_layer, "silu_and_mul", activate_and_record)
         patch.setattr(first.attention.backend, "attend", attend_and_record)

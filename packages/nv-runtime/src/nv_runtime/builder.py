@@ -121,12 +121,21 @@ def build_engine(config: EngineConfig) -> EngineParts:
         model,
         kv_caches,
         block_size=block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=max_model_len,
         device=device,
+        use_graphs=device.type == "cuda" and not config.enforce_eager,
         seed_of=lambda seq_id: derive_seed(config.seed, seq_id),
     )
     phases.log()
     return EngineParts(
-        engine=Engine(scheduler, runner, tokenizer=tokenizer, vocab_size=model_config.vocab_size),
+        engine=Engine(
+            scheduler,
+            runner,
+            tokenizer=tokenizer,
+            vocab_size=model_config.vocab_size,
+            num_steps_ahead=int(_schedules_ahead(config, device)),
+        ),
         tokenizer=tokenizer,
         default_sampling_params=_default_sampling_params(config, checkpoint),
         model_config=model_config,
@@ -229,6 +238,12 @@ def _all_eos_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> t
         *(tokenizer.eos_token_ids if tokenizer is not None else ()),
     ]
     return tuple(dict.fromkeys(ids))
+
+
+def _schedules_ahead(config: EngineConfig, device: torch.device) -> bool:
+    if config.async_scheduling is None:
+        return device.type == "cuda"
+    return config.async_scheduling
 
 
 def _may_cache_prefixes(config: EngineConfig, model: CausalLM) -> bool:

@@ -1,5 +1,8 @@
 """Engine: the main loop. One `step` schedules, launches, collects and commits.
 
+With `num_steps_ahead=1` the plan that it launches and the plan that it collects are not the same:
+the next step is launched first, and runs while the tokens of the one before are handed out.
+
 It joins the scheduler (who runs), the runner (what runs) and the requests (what callers see),
 and knows nothing of kernels, layouts or queues itself.
 """
@@ -7,8 +10,10 @@ and knows nothing of kernels, layouts or queues itself.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 
 from nv_core import (
     FinishReason,
@@ -17,7 +22,7 @@ from nv_core import (
     Scheduler,
     StepPlan,
 )
-from nv_runtime.model_runner import ModelRunner
+from nv_runtime.model_runner import ModelRunner, StepHandle
 from nv_runtime.prompt import TokenizedPrompt
 from nv_runtime.request import Request, now
 from nv_runtime.tokenizer import Tokenizer
@@ -35,6 +40,7 @@ class Engine:
         *,
         tokenizer: Tokenizer | None,
         vocab_size: int,
+        num_steps_ahead: int = 0,
     ) -> None:
         """Joins the parts; see `nv_runtime.builder` for how they are made.
 
@@ -43,11 +49,14 @@ class Engine:
             runner: Runs it.
             tokenizer: Decodes the answers; None for answers without text.
             vocab_size: Number of token ids that the model has.
+            num_steps_ahead: How many steps are launched before the oldest is collected.
         """
         self.scheduler = scheduler
         self._runner = runner
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
+        self._num_steps_ahead = num_steps_ahead
+        self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
         self._requests: dict[int, Request] = {}
         self._ids: dict[str, int] = {}
         self._next_request_number = 0
@@ -56,17 +65,41 @@ class Engine:
         """Runs one step.
 
         Returns:
-            The requests that got a token or ended; empty when there was nothing to run.
+            The requests that got a token or ended; empty when there was nothing to run, or when
+            the step's tokens are still on their way.
         """
-        plan = self.scheduler.schedule()
-        if plan is None:
-            return []
-        with self._dropping_requests_on_failure(plan):
-            handle = self._runner.launch(plan)
-            self._note_scheduled(plan)
+        updated: list[Request] = []
+        with self._dropping_requests_on_failure():
+            plan = self.scheduler.schedule()
+            if plan is not None:
+                if self._in_flight and self._runner.needs_committed_tokens(plan):
+                    updated += self._collect(keep=0)
+                self._launch(plan)
+            updated += self._collect(keep=0 if plan is None else self._num_steps_ahead)
+            if not self.scheduler.has_unfinished:
+                # What is still in flight yields only tokens that nobody wants.
+                updated += self._collect(keep=0)
+        return updated
+
+    def _launch(self, plan: StepPlan) -> None:
+        self._in_flight.append((plan, self._runner.launch(plan)))
+        launched = now()
+        for entry in plan.sequences:
+            # One that a commit in between has ended is no request any more.
+            request = self._requests.get(entry.seq_id)
+            if request is not None:
+                request.note_scheduled(launched)
+
+    def _collect(self, *, keep: int) -> list[Request]:
+        """Collects and commits the oldest plans until `keep` are left in flight."""
+        updated: list[Request] = []
+        while len(self._in_flight) > keep:
+            plan, handle = self._in_flight[0]
             tokens = self._runner.collect(handle)
-        events = self.scheduler.commit(plan, tokens)
-        return [self._note_progress(seq.seq_id) for seq in events.sampled]
+            self._in_flight.popleft()
+            events = self.scheduler.commit(plan, tokens)
+            updated += [self._note_progress(seq.seq_id) for seq in events.sampled]
+        return updated
 
     @property
     def has_unfinished(self) -> bool:
@@ -125,11 +158,6 @@ class Engine:
         self.scheduler.abort(seq_id)
         return self._note_progress(seq_id, sampled=False)
 
-    def _note_scheduled(self, plan: StepPlan) -> None:
-        launched = now()
-        for entry in plan.sequences:
-            self._requests[entry.seq_id].note_scheduled(launched)
-
     def _note_progress(self, seq_id: int, *, sampled: bool = True) -> Request:
         request = self._requests[seq_id]
         request.note_progress(now(), sampled=sampled)
@@ -139,14 +167,17 @@ class Engine:
         return request
 
     @contextmanager
-    def _dropping_requests_on_failure(self, plan: StepPlan) -> Iterator[None]:
-        """Ends the plan's requests if it cannot be run, so that the engine stays usable."""
+    def _dropping_requests_on_failure(self) -> Iterator[None]:
+        """Ends every request that has a step in flight if one fails: the engine stays usable."""
         try:
             yield
         except BaseException:
-            for entry in plan.sequences:
+            self._in_flight.clear()
+            plans = self.scheduler.plans_in_flight
+            for entry in chain.from_iterable(plan.sequences for plan in plans):
                 if self.scheduler.finish(entry.seq_id, FinishReason.ERROR) is not None:
                     self._note_progress(entry.seq_id, sampled=False)
-            dropped = {entry.seq_id: 0 for entry in plan.sequences if entry.samples}
-            self.scheduler.commit(plan, dropped)
+            for plan in plans:
+                dropped = {entry.seq_id: 0 for entry in plan.sequences if entry.samples}
+                self.scheduler.commit(plan, dropped)
             raise

@@ -55,7 +55,9 @@ class EngineConfig:
             weights, activations and KV blocks; CUDA only.
         kv_cache_memory_bytes: Size of the KV pool in bytes; None to size it from memory.
         tensor_parallel_size: Number of ranks that share the model; only 1 for now.
-        enforce_eager: Never replays CUDA graphs. Steps run eagerly in any case for now.
+        enforce_eager: Never uses CUDA graphs.
+        async_scheduling: Whether the next step is planned and launched while the device still runs
+            the last one; None for yes on CUDA, no on a CPU. Outputs are the same.
         enable_prefix_caching: Whether equal prefixes share KV blocks.
         attention_backend: "auto", "torch", "triton" or "flash_attn".
         scheduling_policy: Name of a policy of nv-core, or a `Policy` object.
@@ -85,6 +87,7 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None
     tensor_parallel_size: int = 1
     enforce_eager: bool = False
+    async_scheduling: bool | None = None
     enable_prefix_caching: bool = True
     attention_backend: str = "auto"
     scheduling_policy: str | Policy = "mixed"

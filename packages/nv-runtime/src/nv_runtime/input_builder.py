@@ -11,8 +11,9 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from nv_core import StepPlan
+from nv_core import ScheduledSequence, StepPlan
 from nv_kernels import AttentionMetadata
+from nv_runtime.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -24,19 +25,22 @@ class ModelInput:
         positions: Position of each token in its sequence, [num_tokens] int64.
         metadata: How attention sees the batch.
         sample_rows: Rows of the tokens whose logits are sampled, [num_samples] int64.
+        last_rows: Row of each sequence's last token, on the host.
     """
 
     token_ids: Tensor
     positions: Tensor
     metadata: AttentionMetadata
     sample_rows: Tensor
+    last_rows: list[int]
 
 
 def build_model_input(plan: StepPlan, *, block_size: int, device: torch.device) -> ModelInput:
     """Builds the tensors of one step.
 
     Args:
-        plan: The step; all tokens that it computes must be known.
+        plan: The step. Where the last token of a sequence is not known to the host yet, 0 stands
+            in for it.
         block_size: Tokens per KV block.
         device: Where the tensors go.
 
@@ -46,7 +50,7 @@ def build_model_input(plan: StepPlan, *, block_size: int, device: torch.device) 
     entries = plan.sequences
     starts = torch.tensor([entry.num_computed_tokens for entry in entries])
     counts = torch.tensor([entry.num_scheduled_tokens for entry in entries])
-    token_ids = torch.tensor(list(chain.from_iterable(entry.token_ids for entry in entries)))
+    token_ids = torch.tensor(list(chain.from_iterable(map(_token_ids, entries))))
     tables = [entry.block_table for entry in entries]
     width = max(map(len, tables))
     block_table = torch.tensor([[*table, *([-1] * (width - len(table)))] for table in tables])
@@ -60,22 +64,22 @@ def build_model_input(plan: StepPlan, *, block_size: int, device: torch.device) 
     samples = torch.tensor([entry.samples for entry in entries])
     context_lens = starts + counts
 
-    def on_device(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        tensor = tensor.to(dtype)
-        if device.type == "cuda":
-            tensor = tensor.pin_memory()
-        return tensor.to(device, non_blocking=True)
-
     return ModelInput(
-        token_ids=on_device(token_ids, torch.int64),
-        positions=on_device(positions, torch.int64),
+        token_ids=to_device(token_ids, torch.int64, device),
+        positions=to_device(positions, torch.int64, device),
         metadata=AttentionMetadata(
-            cu_seqlens_q=on_device(torch.cat((first_row[:1], ends)), torch.int32),
-            context_lens=on_device(context_lens, torch.int32),
-            block_table=on_device(block_table, torch.int32),
-            slot_mapping=on_device(slots, torch.int32),
+            cu_seqlens_q=to_device(torch.cat((first_row[:1], ends)), torch.int32, device),
+            context_lens=to_device(context_lens, torch.int32, device),
+            block_table=to_device(block_table, torch.int32, device),
+            slot_mapping=to_device(slots, torch.int32, device),
             max_query_len=int(counts.max()),
             max_context_len=int(context_lens.max()),
         ),
-        sample_rows=on_device((ends - 1)[samples], torch.int64),
+        sample_rows=to_device((ends - 1)[samples], torch.int64, device),
+        last_rows=(ends - 1).tolist(),
     )
+
+
+def _token_ids(entry: ScheduledSequence) -> list[int]:
+    known = list(entry.token_ids)
+    return known + [0] * (entry.num_scheduled_tokens - len(known))

@@ -1,23 +1,31 @@
 """ModelRunner: runs one step's plan on the device.
 
-It owns the model, the KV pool and the random keys; it knows nothing of queues, requests or text.
+It owns the model, the KV pool and the device's rows; it knows nothing of queues, requests or text.
 `launch` starts a step and returns at once where the device allows it; `collect` waits for its
-tokens.
+tokens. Steps run in the order in which they are launched.
+
+A plan in which every sequence computes one token and samples the next is a decode step: it runs on
+the device's rows alone, as a CUDA graph where there is CUDA. Every other plan is built from the
+plan's own data and runs eagerly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from nv_core import ScheduledSequence, StepPlan
+from nv_core import SamplingParams, ScheduledSequence, StepPlan
 from nv_kernels import LayerKVCache
 from nv_models import CausalLM
+from nv_runtime.cuda_graphs import DecodeGraphs
+from nv_runtime.decode_step import DecodeOutput, DecodeStep
+from nv_runtime.device_batch import TOKEN, DeviceBatch
 from nv_runtime.input_builder import build_model_input
 from nv_runtime.sampler import SamplingRow, sample
+from nv_runtime.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -44,7 +52,10 @@ class ModelRunner:
         kv_caches: tuple[LayerKVCache, ...],
         *,
         block_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
         device: torch.device,
+        use_graphs: bool,
         seed_of: Callable[[int], int],
     ) -> None:
         """Takes a loaded model and an allocated pool.
@@ -53,30 +64,57 @@ class ModelRunner:
             model: The model, on `device`.
             kv_caches: One cache per layer, on `device`; written by every step.
             block_size: Tokens per KV block.
+            max_num_seqs: Most sequences that hold blocks at once.
+            max_model_len: Longest sequence, in tokens.
             device: Where everything runs.
+            use_graphs: Whether decode steps run as CUDA graphs; CUDA only.
             seed_of: Gives a seed, from its `seq_id`, to a sequence that brought none.
         """
         self._model = model
         self._kv_caches = kv_caches
         self._block_size = block_size
         self._device = device
-        self._seed_of = seed_of
+        self._seed_of_seq_id = seed_of
+        self._batch = DeviceBatch(
+            max_num_seqs=max_num_seqs,
+            max_batch=max_num_seqs,
+            max_blocks=-(-max_model_len // block_size),
+            device=device,
+            seed_of=self._seed_of,
+        )
+        self._decode_step = DecodeStep(model, kv_caches, self._batch.rows, block_size=block_size)
+        self._graphs: DecodeGraphs | None = None
+        if use_graphs:
+            self._graphs = DecodeGraphs(
+                self._decode_step,
+                padding_row=self._batch.padding_row,
+                max_num_seqs=max_num_seqs,
+                max_model_len=max_model_len,
+            )
+
+    def needs_committed_tokens(self, plan: StepPlan) -> bool:
+        """Whether the plan can only be launched when every earlier plan is committed.
+
+        A repetition penalty looks at all tokens so far, on the host.
+        """
+        return any(
+            entry.sequence.sampling_params.repetition_penalty != 1 for entry in plan.sequences
+        )
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
         """Starts a step: forward pass, logits of the rows that need them, sampling."""
-        entries = [entry for entry in plan.sequences if entry.samples]
-        if not plan.sequences:
-            return StepHandle((), torch.empty(0, dtype=torch.int64), None)
-        model_input = build_model_input(plan, block_size=self._block_size, device=self._device)
-        hidden = self._model(
-            model_input.token_ids, model_input.positions, self._kv_caches, model_input.metadata
-        )
-        seq_ids = tuple(entry.seq_id for entry in entries)
+        changes = self._batch.follow(plan)
+        entries = plan.sequences
         if not entries:
-            return StepHandle(seq_ids, torch.empty(0, dtype=torch.int64), self._mark())
-        logits = self._model.compute_logits(hidden[model_input.sample_rows])
-        token_ids = sample(logits, [self._sampling_row(entry) for entry in entries])
+            self._batch.send(changes)
+            return StepHandle((), torch.empty(0, dtype=torch.int64), None)
+        if all(entry.num_scheduled_tokens == 1 and entry.samples for entry in entries):
+            token_ids = self._run_decode(entries, changes)
+        else:
+            self._batch.send(changes)
+            token_ids = self._run_eagerly(plan)
+        seq_ids = tuple(entry.seq_id for entry in entries if entry.samples)
         return StepHandle(seq_ids, token_ids.to("cpu", non_blocking=True), self._mark())
 
     def collect(self, handle: StepHandle) -> dict[int, int]:
@@ -85,6 +123,56 @@ class ModelRunner:
             handle.ready.synchronize()
         return dict(zip(handle.seq_ids, handle.token_ids.tolist(), strict=True))
 
+    def _run_decode(
+        self, entries: Sequence[ScheduledSequence], changes: list[tuple[int, int]]
+    ) -> Tensor:
+        """Runs a decode step; returns its tokens, [len(entries)] int64."""
+        graphs = self._graphs
+        size = len(entries) if graphs is None else graphs.padded_size(len(entries))
+        changes += self._batch.prepare_decode(entries, padded_size=size)
+        self._batch.send(changes)
+        batch = self._batch.batch[:size]
+        longest = 1 + max(entry.num_computed_tokens for entry in entries)
+        samples = all(_draws_by_temperature_alone(entry) for entry in entries)
+        run: Callable[..., DecodeOutput] = self._decode_step if graphs is None else graphs.run
+        output = run(batch, max_context_len=longest, samples=samples)
+        if output.token_ids is not None:
+            return output.token_ids[: len(entries)]
+        return self._sample(output.logits[: len(entries)], entries)
+
+    def _run_eagerly(self, plan: StepPlan) -> Tensor:
+        """Runs any plan; returns the tokens of the entries that sample, in order."""
+        model_input = build_model_input(plan, block_size=self._block_size, device=self._device)
+        token_ids = model_input.token_ids
+        pending = [
+            entry for entry in plan.sequences if len(entry.token_ids) < entry.num_scheduled_tokens
+        ]
+        if pending:
+            # Their last input token is on the device only, in their rows.
+            last_row = dict(zip(plan.sequences, model_input.last_rows, strict=True))
+            places = to_device([last_row[e] for e in pending], torch.int64, self._device)
+            token_ids[places] = self._batch.rows[self._rows_of(pending), TOKEN].long()
+        hidden = self._model(
+            token_ids, model_input.positions, self._kv_caches, model_input.metadata
+        )
+        entries = [entry for entry in plan.sequences if entry.samples]
+        if not entries:
+            return torch.empty(0, dtype=torch.int64, device=self._device)
+        logits = self._model.compute_logits(hidden[model_input.sample_rows])
+        for entry in entries:
+            self._batch.note_sampled(entry)
+        return self._sample(logits, entries)
+
+    def _sample(self, logits: Tensor, entries: Sequence[ScheduledSequence]) -> Tensor:
+        """Samples one token per entry and stores it in the entry's row."""
+        token_ids = sample(logits, [self._sampling_row(entry) for entry in entries])
+        self._batch.rows[:, TOKEN].index_copy_(0, self._rows_of(entries), token_ids.int())
+        return token_ids
+
+    def _rows_of(self, entries: Sequence[ScheduledSequence]) -> Tensor:
+        rows = [self._batch.row_of(entry.seq_id) for entry in entries]
+        return to_device(rows, torch.int64, self._device)
+
     def _mark(self) -> torch.cuda.Event | None:
         if self._device.type != "cuda":
             return None
@@ -92,13 +180,29 @@ class ModelRunner:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
+    def _seed_of(self, entry: ScheduledSequence) -> int:
+        seed = entry.sequence.sampling_params.seed
+        return self._seed_of_seq_id(entry.seq_id) if seed is None else seed
+
     def _sampling_row(self, entry: ScheduledSequence) -> SamplingRow:
         seq = entry.sequence
-        seed = seq.sampling_params.seed
         return SamplingRow(
             params=seq.sampling_params,
-            seed=self._seed_of(entry.seq_id) if seed is None else seed,
+            seed=self._seed_of(entry),
+            position=entry.num_computed_tokens + entry.num_scheduled_tokens,
             token_ids=seq.token_ids,
             num_prompt_tokens=seq.num_prompt_tokens,
             stop_token_ids=seq.stop_token_ids,
         )
+
+
+def _draws_by_temperature_alone(entry: ScheduledSequence) -> bool:
+    params: SamplingParams = entry.sequence.sampling_params
+    position = entry.num_computed_tokens + entry.num_scheduled_tokens
+    num_output = position - entry.sequence.num_prompt_tokens
+    filters = params.top_p < 1 or params.top_k > 0 or params.min_p > 0
+    return (
+        params.repetition_penalty == 1
+        and num_output >= params.min_tokens
+        and (params.is_greedy or not filters)
+    )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import xxhash
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from nv_core import SamplingParams
 from nv_kernels import sample_tokens
+from nv_runtime.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,16 @@ class SamplingRow:
     Args:
         params: What the caller asked for.
         seed: Key of the row's draws.
-        token_ids: The sequence's prompt and output so far; the new token's position is its
-            length. Read only, never kept.
+        position: Position in the sequence that the new token will have.
+        token_ids: The sequence's prompt and output so far, for the repetition penalty. Read only,
+            never kept.
         num_prompt_tokens: How many of `token_ids` are the prompt.
         stop_token_ids: Tokens that end the sequence, kept out before `params.min_tokens`.
     """
 
     params: SamplingParams
     seed: int
+    position: int
     token_ids: Seq[int]
     num_prompt_tokens: int
     stop_token_ids: frozenset[int]
@@ -62,14 +64,13 @@ def sample(logits: Tensor, rows: Seq[SamplingRow]) -> Tensor:
     if any(_filters(p) for p in params):
         scores = _filter(scores.float(), params)
 
-    def vector(values: list[Any], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=logits.device)
-
+    temperatures = [0.0 if p.is_greedy else p.temperature for p in params]
+    device = logits.device
     return sample_tokens(
         scores,
-        vector([0.0 if p.is_greedy else p.temperature for p in params], torch.float32),
-        vector([_signed(row.seed) for row in rows], torch.int64),
-        vector([len(row.token_ids) for row in rows], torch.int64),
+        to_device(temperatures, torch.float32, device),
+        to_device([_signed(row.seed) for row in rows], torch.int64, device),
+        to_device([row.position for row in rows], torch.int64, device),
     )
 
 
@@ -87,15 +88,15 @@ def _filter(scores: Tensor, params: Seq[SamplingParams]) -> Tensor:
     rows = [i for i, p in enumerate(params) if _filters(p)]
 
     def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=scores.device)[:, None]
+        return to_device(values, torch.float32, scores.device)[:, None]
 
-    chosen = torch.tensor(rows, device=scores.device)
+    chosen = to_device(rows, torch.int64, scores.device)
     kept = scores[chosen] / column([params[i].temperature for i in rows])
     if any(params[i].min_p > 0 for i in rows):
         kept = _keep_min_p(kept, column([params[i].min_p for i in rows]))
     if any(params[i].top_p < 1 or params[i].top_k > 0 for i in rows):
         vocab_size = scores.shape[-1]
-        top_k = torch.tensor([params[i].top_k or vocab_size for i in rows], device=scores.device)
+        top_k = to_device([params[i].top_k or vocab_size for i in rows], torch.int64, scores.device)
         kept = _keep_top(kept, top_k[:, None], column([params[i].top_p for i in rows]))
     filtered = scores.clone()
     filtered[chosen] = scores[chosen].masked_fill(kept == -torch.inf, -torch.inf)
@@ -133,7 +134,7 @@ def _changes_logits(row: SamplingRow) -> bool:
 
 
 def _too_short(row: SamplingRow) -> bool:
-    return len(row.token_ids) - row.num_prompt_tokens < row.params.min_tokens
+    return row.position - row.num_prompt_tokens < row.params.min_tokens
 
 
 def _penalise_repetition(scores: Tensor, row: SamplingRow) -> None:
@@ -141,7 +142,7 @@ def _penalise_repetition(scores: Tensor, row: SamplingRow) -> None:
     penalty = row.params.repetition_penalty
     if penalty == 1:
         return
-    seen = torch.tensor(sorted(set(row.token_ids)), device=scores.device)
+    seen = to_device(sorted(set(row.token_ids)), torch.int64, scores.device)
     values = scores[seen]
     scores[seen] = torch.where(values > 0, values / penalty, values * penalty)
 
@@ -149,7 +150,8 @@ def _penalise_repetition(scores: Tensor, row: SamplingRow) -> None:
 def _forbid_early_stop(scores: Tensor, row: SamplingRow) -> None:
     """Changes one row in place."""
     if _too_short(row) and row.stop_token_ids:
-        scores[torch.tensor(sorted(row.stop_token_ids), device=scores.device)] = -torch.inf
+        stops = to_device(sorted(row.stop_token_ids), torch.int64, scores.device)
+        scores[stops] = -torch.inf
 
 
 def _signed(value: int) -> int:

@@ -129,6 +129,7 @@ ENGINE_FLAGS = (
     Flag("kv_cache_memory_bytes", "Size of the KV cache, as in 4GiB.", parse=parse_bytes),
     Flag("tensor_parallel_size", "Number of GPUs that share the model.", int),
     Flag("enforce_eager", "Never replay CUDA graphs.", is_switch=True),
+    Flag("async_scheduling", "Plan the next step while the last one runs.", is_switch=True),
     Flag("enable_prefix_caching", "Share the KV blocks of equal prefixes.", is_switch=True),
     Flag("attention_backend", "auto, torch, triton or flash_attn."),
     Flag("scheduling_policy", "What a step runs first: mixed or prefill_first."),

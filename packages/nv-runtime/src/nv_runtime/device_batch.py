@@ -1,0 +1,210 @@
+"""DeviceBatch: one row of device state for each resident sequence.
+
+A row holds what a decode step needs: the last token, the length, how to sample, and the block
+table. Decode steps read and advance rows on the device; the host sends only what it alone knows (a
+new sequence, a new block), as (place, value) pairs in one packed buffer. A steady decode step sends
+nothing.
+
+Everything lies in one int32 arena, so that one upload can change anything:
+
+    [ row 0 | row 1 | ... | padding row | batch: the rows that take part, in order ]
+
+The host keeps just enough of a mirror to know what to send. What the device computed by itself (a
+sampled token, an advanced length) is never read back here.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nv_core import ScheduledSequence, StepPlan
+
+# Columns of a row. Seeds are 64 bits, low half first, and stand at an even column.
+TOKEN, LENGTH, TEMPERATURE, IS_ACTIVE, SEED = 0, 1, 2, 3, 4
+FIRST_BLOCK = 8
+
+_NUM_STAGING_BUFFERS = 4
+"""More than there are steps in flight, so that a buffer is never rewritten while it is copied."""
+
+
+@dataclass
+class _Row:
+    """What the host knows of a row on the device.
+
+    Attributes:
+        num_blocks: Blocks of the table that are there.
+        length: The row's length, as decode steps will read it.
+        token_position: Position in the sequence of the row's token.
+    """
+
+    num_blocks: int = 0
+    length: int = -1
+    token_position: int = -1
+
+
+class DeviceBatch:
+    """The rows of all resident sequences, and the rows of the current batch.
+
+    Attributes:
+        rows: Each sequence's state, [max_num_seqs + 1, FIRST_BLOCK + max_blocks] int32; the last
+            row is padding: inactive, of length 0.
+        batch: Row numbers of the sequences in the current batch, [max_batch] int32; places behind
+            them name the padding row.
+        padding_row: Number of the padding row.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        max_batch: int,
+        max_blocks: int,
+        device: torch.device,
+        seed_of: Callable[[ScheduledSequence], int],
+    ) -> None:
+        """Allocates rows for every sequence that can be resident.
+
+        Args:
+            max_num_seqs: Most resident sequences.
+            max_batch: Longest batch, padding included.
+            max_blocks: Longest block table.
+            device: Where the arena lies.
+            seed_of: Gives the key of a sequence's draws, any 64-bit integer.
+        """
+        width = FIRST_BLOCK + max_blocks + max_blocks % 2
+        self.padding_row = max_num_seqs
+        num_values = (max_num_seqs + 1) * width
+        self._arena = torch.zeros(num_values + max_batch, dtype=torch.int32, device=device)
+        self.rows = self._arena[:num_values].view(max_num_seqs + 1, width)
+        self.batch = self._arena[num_values:]
+        self.batch.fill_(self.padding_row)
+        self._width = width
+        self._batch_start = num_values
+        self._sent_batch = [self.padding_row] * max_batch
+        self._seed_of = seed_of
+        self._device = device
+        self._row_of: dict[int, int] = {}
+        self._known = [_Row() for _ in range(max_num_seqs)]
+        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._staging = _StagingBuffers(device)
+
+    def row_of(self, seq_id: int) -> int:
+        """Returns the row of a resident sequence that a plan has brought."""
+        return self._row_of[seq_id]
+
+    def follow(self, plan: StepPlan) -> list[tuple[int, int]]:
+        """Brings the rows in line with a plan: leavers out, newcomers in, new blocks appended.
+
+        Args:
+            plan: The next plan to run.
+
+        Returns:
+            What `send` has to write, as (place in the arena, value) pairs.
+        """
+        for seq_id in plan.released:
+            row = self._row_of.pop(seq_id, None)
+            if row is not None:
+                self._free_rows.append(row)
+        changes: list[tuple[int, int]] = []
+        for entry in plan.sequences:
+            row = self._row_of.get(entry.seq_id)
+            if row is None:
+                row = self._free_rows.pop()
+                self._row_of[entry.seq_id] = row
+                self._known[row] = _Row()
+                changes += self._new_row(row, entry)
+            known = self._known[row]
+            if entry.num_blocks > known.num_blocks:
+                place = row * self._width + FIRST_BLOCK + known.num_blocks
+                changes += enumerate(entry.block_ids_from(known.num_blocks), start=place)
+                known.num_blocks = entry.num_blocks
+        return changes
+
+    def prepare_decode(
+        self, entries: Sequence[ScheduledSequence], *, padded_size: int
+    ) -> list[tuple[int, int]]:
+        """Names the batch of a decode step, and corrects rows whose last step was no decode step.
+
+        Args:
+            entries: The batch; each computes one token and samples the next.
+            padded_size: Length of the batch with padding.
+
+        Returns:
+            What `send` has to write.
+        """
+        changes: list[tuple[int, int]] = []
+        batch = [self.padding_row] * padded_size
+        for index, entry in enumerate(entries):
+            row = batch[index] = self._row_of[entry.seq_id]
+            known = self._known[row]
+            length = entry.num_computed_tokens
+            if known.length != length:
+                changes.append((row * self._width + LENGTH, length))
+            if known.token_position != length:
+                changes.append((row * self._width + TOKEN, entry.token_ids[0]))
+            # The step itself advances the row.
+            known.length = known.token_position = length + 1
+        sent = self._sent_batch
+        if sent[:padded_size] != batch:
+            changes += (
+                (self._batch_start + index, row)
+                for index, row in enumerate(batch)
+                if sent[index] != row
+            )
+            sent[:padded_size] = batch
+        return changes
+
+    def note_sampled(self, entry: ScheduledSequence) -> None:
+        """Notes that a step other than a decode step stores the entry's next token in its row."""
+        known = self._known[self._row_of[entry.seq_id]]
+        known.token_position = entry.num_computed_tokens + entry.num_scheduled_tokens
+
+    def send(self, changes: Sequence[tuple[int, int]]) -> None:
+        """Writes changes to the device in stream order, in one upload; nothing for none."""
+        if changes:
+            count = len(changes)
+            flat = [place for place, _ in changes] + [value for _, value in changes]
+            packed = self._staging.upload(flat)
+            self._arena.index_copy_(0, packed[:count].long(), packed[count:])
+
+    def _new_row(self, row: int, entry: ScheduledSequence) -> list[tuple[int, int]]:
+        params = entry.sequence.sampling_params
+        temperature = 0.0 if params.is_greedy else params.temperature
+        seed = self._seed_of(entry) % 2**64
+        start = row * self._width
+        return [
+            (start + TEMPERATURE, struct.unpack("<i", struct.pack("<f", temperature))[0]),
+            (start + IS_ACTIVE, 1),
+            (start + SEED, _signed_32(seed % 2**32)),
+            (start + SEED + 1, _signed_32(seed >> 32)),
+        ]
+
+
+class _StagingBuffers:
+    """Pinned host buffers, used in turn, through which lists reach the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers = [torch.empty(0, dtype=torch.int32)] * _NUM_STAGING_BUFFERS
+        self._next = 0
+
+    def upload(self, values: list[int]) -> Tensor:
+        if self._device.type != "cuda":
+            return torch.tensor(values, dtype=torch.int32)
+        turn = self._next
+        self._next = (turn + 1) % _NUM_STAGING_BUFFERS
+        if self._buffers[turn].numel() < len(values):
+            size = max(1024, 2 * len(values))
+            self._buffers[turn] = torch.empty(size, dtype=torch.int32, pin_memory=True)
+        staged = self._buffers[turn][: len(values)]
+        staged.copy_(torch.tensor(values, dtype=torch.int32))
+        return staged.to(self._device, non_blocking=True)
+
+
+def _signed_32(value: int) -> int:
+    return value - 2**32 if value >= 2**31 else value

@@ -1,0 +1,31 @@
+"""Which graph serves which batch: pure functions of sizes."""
+
+from __future__ import annotations
+
+import pytest
+
+from nv_runtime.cuda_graphs import batch_buckets, context_bound
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 7, 12, 100, 200, 255, 256, 257, 300, 1000])
+def test_every_batch_has_a_bucket_and_none_is_too_large(max_num_seqs: int) -> None:
+    buckets = batch_buckets(max_num_seqs)
+    assert buckets == sorted(set(buckets))
+    assert buckets[-1] == max_num_seqs
+    for size in range(1, max_num_seqs + 1):
+        padded = min(bucket for bucket in buckets if bucket >= size)
+        assert padded - size < 16
+        assert padded < 2 * size or padded <= 8
+
+
+def test_small_batches_are_hardly_padded() -> None:
+    assert batch_buckets(256)[:5] == [1, 2, 4, 8, 16]
+    assert len(batch_buckets(256)) == 35
+
+
+@pytest.mark.parametrize("max_model_len", [10, 1024, 5000, 40960])
+def test_the_context_bound_holds_every_context(max_model_len: int) -> None:
+    bounds = {context_bound(n, max_model_len) for n in range(1, max_model_len + 1)}
+    assert len(bounds) <= 4
+    for length in (1, max_model_len // 2 + 1, max_model_len):
+        assert length <= context_bound(length, max_model_len) <= max_model_len
