@@ -443,7 +443,7 @@ def plant_release_of_shared_blocks(patch: pytest.MonkeyPatch) -> None:
 
 
 def plant_index_entry_that_outlives_its_block(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(BlockManager, "_forget", lambda _self, _block_id: None)
+    patch.setattr(BlockManager, "_forget", lambda _self, _block_id, _prefix: None)
 
 
 def plant_start_one_token_early(patch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,11 @@ def test_entry_does_not_change_when_its_sequence_goes_on() -> None:
     decode = scheduled(scheduler)
     scheduler.commit(decode, {0: 6})
     assert prompt.sequences[0].block_table == (0,)
+    assert prompt.sequences[0].num_blocks == 1
+    assert prompt.sequences[0].block_ids_from(0) == [0]
+    assert prompt.sequences[0].block_ids_from(1) == []
+    assert decode.sequences[0].num_blocks == 2
+    assert decode.sequences[0].block_ids_from(1) == [1]
     assert prompt.sequences[0].token_ids == (1, 2, 3, 4)
     assert decode.sequences[0].block_table == (0, 1)
     assert decode.sequences[0].token_ids == (5,)

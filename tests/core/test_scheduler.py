@@ -383,6 +383,8 @@ def test_plans_are_committed_once_and_in_order() -> None:
     scheduler = make_scheduler()
     seq = scheduler.add([1], SamplingParams(max_tokens=5))
     first, second = schedule(scheduler), schedule(scheduler)
+    assert scheduler.plans_in_flight == (first, second)
+    assert scheduler.num_in_flight == 2
     with pytest.raises(SchedulingError, match="plan 1 is not the oldest plan in flight"):
         scheduler.commit(second, {seq.seq_id: 5})
     scheduler.commit(first, {seq.seq_id: 5})

@@ -167,8 +167,9 @@ class BlockManager:
         for _ in range(count):
             block_ids.append(block_id)
             refs[block_id] = 1
-            if prefix_of[block_id] is not None:
-                self._forget(block_id)
+            prefix = prefix_of[block_id]
+            if prefix is not None:
+                self._forget(block_id, prefix)
             block_id = next_[block_id]
         next_[self._sentinel] = block_id
         self._prev[block_id] = self._sentinel
@@ -299,12 +300,9 @@ class BlockManager:
             _require(holders.get(block_id) is held, f"block {block_id} is filed wrongly")
         _require(len(holders) == self.num_cached_blocks, "num_cached_blocks is wrong")
 
-    def _forget(self, block_id: int) -> None:
+    def _forget(self, block_id: int, prefix: CachedPrefix) -> None:
         """Takes a block out of the index, and every entry that nothing needs any more."""
-        prefix = self._prefix_of[block_id]
         self._prefix_of[block_id] = None
-        if prefix is None:
-            return
         self.num_cached_blocks -= 1
         older = prefix.older_block_ids
         if prefix.block_id == block_id:
