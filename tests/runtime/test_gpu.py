@@ -16,8 +16,9 @@ from nv_core import SamplingParams, Scheduler, SchedulerConfig
 from nv_kernels import available_attention_backends, select_attention_backend
 from nv_models import load_model, open_checkpoint
 from nv_runtime import LLM
-from nv_runtime.input_builder import build_model_input
+from nv_runtime.input_builder import layout_of, pack_step
 from nv_runtime.kv_cache import KVCacheSpec, allocate_kv_cache
+from nv_runtime.mixed_step import MixedStep
 from tiny_checkpoints import TinySpec
 
 pytestmark = pytest.mark.gpu
@@ -68,13 +69,24 @@ def paged_logits(path: Path, backend_name: str, token_ids: list[int]) -> Tensor:
         SchedulerConfig(num_blocks=8, block_size=block_size, max_num_batched_tokens=25)
     )
     scheduler.add(prompt, SamplingParams(max_tokens=len(rest) + 1, ignore_eos=True))
+    step = MixedStep(model, caches)
     logits = []
     forced = iter([*rest, 0])
     while plan := scheduler.schedule():
-        step = build_model_input(plan, block_size=block_size, device=device)
-        with torch.inference_mode():
-            hidden = model(step.token_ids, step.positions, caches, step.metadata)
-            logits.append(model.compute_logits(hidden[-1:]))
+        layout = layout_of(plan)
+        packed = pack_step(plan, layout, block_size=block_size)
+        # The last row is sampled even where the plan does not ask for it, to see its logits.
+        values = packed.values.clone()
+        torch.split(values, list(layout.sizes))[5][0] = layout.num_tokens - 1
+        logits.append(
+            step(
+                values.to(device),
+                layout,
+                num_samples=1,
+                max_query_len=packed.max_query_len,
+                max_context_len=packed.max_context_len,
+            )
+        )
         scheduler.commit(plan, {e.seq_id: next(forced) for e in plan.sequences if e.samples})
     return torch.cat(logits).float().cpu()
 

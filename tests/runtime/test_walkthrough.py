@@ -95,7 +95,7 @@ def abbreviate(values: list[Any]) -> str:
 def recording(llm: LLM, monkeypatch: pytest.MonkeyPatch, recorder: Recorder) -> Iterator[None]:
     """Hooks a recorder into every stage between the scheduler and the commit."""
     runner = llm._parts.engine._runner
-    model: CausalLM = runner._model
+    model: CausalLM = runner._mixed_step._model
     first: Any = model.layers[0]
     names: list[tuple[str, nn.Module]] = [
         ("embedding", model.embedding),

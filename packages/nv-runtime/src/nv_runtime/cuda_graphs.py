@@ -1,24 +1,36 @@
-"""DecodeGraphs: captures decode steps when they are first needed, and replays them after that.
+"""CUDA graphs of steps: captured when they are needed, replayed after that.
 
-A graph is captured for a padded batch size, an upper bound of the context and whether it samples.
-Capturing takes tens of milliseconds, so a start captures nothing, and an engine that never sees a
-large batch never pays for one. All graphs share one memory pool: only one runs at a time.
+Launching a step's few hundred kernels one by one takes the host longer than short steps take the
+device. A graph launches them all at once, for one padded size. Capturing takes tens of
+milliseconds, so a start captures nothing, and an engine that never sees a large batch never pays
+for one. Graphs of a kind share one memory pool: only one runs at a time.
+
+`DecodeGraphs` captures a size when it first occurs, since decode steps repeat. `MixedGraphs` waits
+until a size occurs again, so that a single prompt does not pay for a graph that nobody replays.
 """
 
 from __future__ import annotations
 
-import logging
 from bisect import bisect_left
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from nv_core import StepPlan
 from nv_runtime.decode_step import DecodeOutput, DecodeStep
+from nv_runtime.input_builder import StepLayout
+from nv_runtime.mixed_step import MixedStep
 
-logger = logging.getLogger(__name__)
+_Output = TypeVar("_Output")
 
 _SMALLEST_CONTEXT_BOUND = 1024
 """Contexts up to this length share a graph; longer ones go in steps of four times."""
+_TOKEN_BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512)
+"""Tokens of captured steps with prompts, padding included."""
+_SEQ_BUCKETS = (1, 4, 16, 64, 256)
+"""Sequences of captured steps with prompts, padding included."""
 
 
 def batch_buckets(max_num_seqs: int) -> list[int]:
@@ -59,7 +71,6 @@ class DecodeGraphs:
         self._max_model_len = max_model_len
         self._buckets = batch_buckets(max_num_seqs)
         self._graphs: dict[tuple[int, int, bool], tuple[torch.cuda.CUDAGraph, DecodeOutput]] = {}
-        # One pool from the start, so that the first graph shares it too.
         self._pool = torch.cuda.graph_pool_handle()
 
     def padded_size(self, batch_size: int) -> int:
@@ -88,16 +99,106 @@ class DecodeGraphs:
     def _capture(
         self, batch: Tensor, *, max_context_len: int, samples: bool
     ) -> tuple[torch.cuda.CUDAGraph, DecodeOutput]:
-        """Captures one graph.
-
-        A run on padding rows comes first: it compiles kernels and lets libraries set themselves up,
-        neither of which may happen during a capture.
-        """
-        logger.debug("capturing a decode graph for %d rows", batch.shape[0])
+        """Captures one graph, after a run on padding rows that does no harm."""
         padding = torch.full_like(batch, self._padding_row)
         self._step(padding, max_context_len=max_context_len, samples=samples)
-        torch.cuda.current_stream().synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            output = self._step(batch, max_context_len=max_context_len, samples=samples)
-        return graph, output
+        return capture(
+            lambda: self._step(batch, max_context_len=max_context_len, samples=samples), self._pool
+        )
+
+
+class MixedGraphs:
+    """Runs short steps with prompts in them by replaying graphs."""
+
+    def __init__(self, step: MixedStep, *, max_model_len: int, block_size: int) -> None:
+        """Captures nothing yet.
+
+        Args:
+            step: What to capture.
+            max_model_len: Longest context.
+            block_size: Tokens per KV block.
+        """
+        self._step = step
+        self._max_model_len = max_model_len
+        self._block_size = block_size
+        self._seen: set[StepLayout] = set()
+        self._graphs: dict[StepLayout, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._inputs: dict[StepLayout, Tensor] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def layout_for(self, plan: StepPlan) -> StepLayout | None:
+        """The padded layout whose graph runs a plan; None if it should run eagerly.
+
+        That is so for long steps, which keep the device busy anyway, and for a size that occurs for
+        the first time.
+        """
+        num_tokens = plan.num_scheduled_tokens
+        if num_tokens > _TOKEN_BUCKETS[-1] or len(plan.sequences) > _SEQ_BUCKETS[-1]:
+            return None
+        longest = max(
+            entry.num_computed_tokens + entry.num_scheduled_tokens for entry in plan.sequences
+        )
+        bound = context_bound(longest, self._max_model_len)
+        layout = StepLayout(
+            num_tokens=_TOKEN_BUCKETS[bisect_left(_TOKEN_BUCKETS, num_tokens)],
+            num_seqs=_SEQ_BUCKETS[bisect_left(_SEQ_BUCKETS, len(plan.sequences))],
+            num_blocks=-(-bound // self._block_size),
+        )
+        if layout not in self._seen:
+            self._seen.add(layout)
+            return None
+        return layout
+
+    def run(self, packed: Tensor, layout: StepLayout) -> Tensor:
+        """Replays the layout's graph, capturing it first if need be.
+
+        Args:
+            packed: The step's numbers on the device; copied into the graph's own memory.
+            layout: How they are packed.
+
+        Returns:
+            Logits of `layout.num_seqs` rows, those of padding meaningless; the next replay of the
+            same graph overwrites them.
+        """
+        if layout not in self._graphs:
+            self._inputs[layout] = packed.clone()
+            self._graphs[layout] = self._capture(layout)
+        self._inputs[layout].copy_(packed)
+        graph, logits = self._graphs[layout]
+        graph.replay()
+        return logits
+
+    def _capture(self, layout: StepLayout) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """Captures one graph, after a run on the step itself: it writes what the replay will."""
+        packed = self._inputs[layout]
+        context = min(layout.num_blocks * self._block_size, self._max_model_len)
+
+        def run() -> Tensor:
+            return self._step(
+                packed,
+                layout,
+                num_samples=layout.num_seqs,
+                max_query_len=layout.num_tokens,
+                max_context_len=context,
+            )
+
+        run()
+        return capture(run, self._pool)
+
+
+def capture(run: Callable[[], _Output], pool: Any) -> tuple[torch.cuda.CUDAGraph, _Output]:  # noqa: ANN401
+    """Captures what a function launches.
+
+    Args:
+        run: Launches the work. It must have run once before: that compiles kernels and lets
+            libraries set themselves up, neither of which may happen during a capture.
+        pool: Handle of the memory pool.
+
+    Returns:
+        The graph, and what `run` returned: tensors that each replay fills.
+    """
+    torch.cuda.current_stream().synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        output = run()
+    return graph, output

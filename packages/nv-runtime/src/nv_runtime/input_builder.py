@@ -1,19 +1,20 @@
 """From a StepPlan to the tensors of one forward pass.
 
-It knows positions, slots and layouts; it knows neither models nor sampling.
+It knows positions, slots and layouts; it knows neither models nor sampling. A step's numbers travel
+to the device in one piece: the host packs them into one list of int32, and what the model reads are
+views of its copy.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
 
 from nv_core import ScheduledSequence, StepPlan
 from nv_kernels import AttentionMetadata
-from nv_runtime.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -25,58 +26,145 @@ class ModelInput:
         positions: Position of each token in its sequence, [num_tokens] int64.
         metadata: How attention sees the batch.
         sample_rows: Rows of the tokens whose logits are sampled, [num_samples] int64.
-        last_rows: Row of each sequence's last token, on the host.
     """
 
     token_ids: Tensor
     positions: Tensor
     metadata: AttentionMetadata
     sample_rows: Tensor
-    last_rows: list[int]
 
 
-def build_model_input(plan: StepPlan, *, block_size: int, device: torch.device) -> ModelInput:
-    """Builds the tensors of one step.
+@dataclass(frozen=True)
+class StepLayout:
+    """Where a step's numbers lie in their packed form; sizes may be larger than the step.
+
+    Attributes:
+        num_tokens: Tokens, padding included.
+        num_seqs: Sequences, padding included.
+        num_blocks: Length of a block table's row.
+    """
+
+    num_tokens: int
+    num_seqs: int
+    num_blocks: int
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Lengths of the parts: token ids, positions, slots, starts, lengths, rows, tables."""
+        tokens, seqs = self.num_tokens, self.num_seqs
+        return tokens, tokens, tokens, seqs + 1, seqs, seqs, seqs * self.num_blocks
+
+    def unpack(
+        self, packed: Tensor, *, num_samples: int, max_query_len: int, max_context_len: int
+    ) -> ModelInput:
+        """Reads a packed step.
+
+        Args:
+            packed: The step's numbers, [sum(sizes)] int32.
+            num_samples: How many of the rows to sample count.
+            max_query_len: At least the longest query, in tokens.
+            max_context_len: At least the longest context, in tokens.
+
+        Returns:
+            Views of `packed`, except for what must be int64.
+        """
+        token_ids, positions, slots, starts, lengths, rows, tables = torch.split(
+            packed, list(self.sizes)
+        )
+        return ModelInput(
+            token_ids=token_ids.long(),
+            positions=positions.long(),
+            metadata=AttentionMetadata(
+                cu_seqlens_q=starts,
+                context_lens=lengths,
+                block_table=tables.view(self.num_seqs, self.num_blocks),
+                slot_mapping=slots,
+                max_query_len=max_query_len,
+                max_context_len=max_context_len,
+            ),
+            sample_rows=rows[:num_samples].long(),
+        )
+
+
+@dataclass(frozen=True)
+class PackedStep:
+    """A step's numbers on the host.
+
+    Attributes:
+        values: Packed as a `StepLayout` says, [sum(sizes)] int32.
+        num_samples: Sequences that get a token.
+        max_query_len: Longest query, in tokens.
+        max_context_len: Longest context, in tokens.
+        unknown_tokens: Place in `values` of each token that only the device knows, by `seq_id`; 0
+            stands there.
+    """
+
+    values: Tensor
+    num_samples: int
+    max_query_len: int
+    max_context_len: int
+    unknown_tokens: dict[int, int]
+
+
+def layout_of(plan: StepPlan) -> StepLayout:
+    """The layout that fits a plan exactly."""
+    return StepLayout(
+        num_tokens=plan.num_scheduled_tokens,
+        num_seqs=len(plan.sequences),
+        num_blocks=max(entry.num_blocks for entry in plan.sequences),
+    )
+
+
+def pack_step(plan: StepPlan, layout: StepLayout, *, block_size: int) -> PackedStep:
+    """Computes a step's numbers.
 
     Args:
-        plan: The step. Where the last token of a sequence is not known to the host yet, 0 stands
-            in for it.
+        plan: The step.
+        layout: At least as large as the plan in every size. Padding tokens have no slot and belong
+            to no sequence; padding sequences have no tokens.
         block_size: Tokens per KV block.
-        device: Where the tensors go.
 
     Returns:
-        The input; tokens of entry i stand in rows `cu_seqlens_q[i]` to `cu_seqlens_q[i + 1]`.
+        The step; tokens of entry i stand in rows `starts[i]` to `starts[i + 1]`.
     """
     entries = plan.sequences
-    starts = torch.tensor([entry.num_computed_tokens for entry in entries])
-    counts = torch.tensor([entry.num_scheduled_tokens for entry in entries])
-    token_ids = torch.tensor(list(chain.from_iterable(map(_token_ids, entries))))
-    tables = [entry.block_table for entry in entries]
-    width = max(map(len, tables))
-    block_table = torch.tensor([[*table, *([-1] * (width - len(table)))] for table in tables])
+    counts = [entry.num_scheduled_tokens for entry in entries]
+    firsts = [entry.num_computed_tokens for entry in entries]
+    lengths = [first + count for first, count in zip(firsts, counts, strict=True)]
+    starts = [0, *accumulate(counts)]
+    rows = [end - 1 for end, entry in zip(starts[1:], entries, strict=True) if entry.samples]
+    num_padding_seqs = layout.num_seqs - len(entries)
 
-    ends = counts.cumsum(0)
-    row_of_token = torch.repeat_interleave(torch.arange(len(entries)), counts)
-    first_row = ends - counts
-    positions = torch.arange(len(token_ids)) - first_row[row_of_token] + starts[row_of_token]
-    block_ids = block_table[row_of_token, positions // block_size]
-    slots = block_ids * block_size + positions % block_size
-    samples = torch.tensor([entry.samples for entry in entries])
-    context_lens = starts + counts
+    values = torch.zeros(sum(layout.sizes), dtype=torch.int32)
+    token_ids, positions, slots, starts_out, lengths_out, rows_out, tables = torch.split(
+        values, list(layout.sizes)
+    )
+    num_tokens = starts[-1]
+    token_ids[:num_tokens] = torch.tensor(list(chain.from_iterable(map(_token_ids, entries))))
+    starts_out.copy_(torch.tensor(starts + [num_tokens] * num_padding_seqs))
+    lengths_out[: len(entries)] = torch.tensor(lengths)
+    rows_out[: len(rows)] = torch.tensor(rows, dtype=torch.int32)
+    tables = tables.view(layout.num_seqs, layout.num_blocks).fill_(-1)
+    for row, entry in zip(tables, entries, strict=False):
+        row[: entry.num_blocks] = torch.tensor(entry.block_ids_from(0))
 
-    return ModelInput(
-        token_ids=to_device(token_ids, torch.int64, device),
-        positions=to_device(positions, torch.int64, device),
-        metadata=AttentionMetadata(
-            cu_seqlens_q=to_device(torch.cat((first_row[:1], ends)), torch.int32, device),
-            context_lens=to_device(context_lens, torch.int32, device),
-            block_table=to_device(block_table, torch.int32, device),
-            slot_mapping=to_device(slots, torch.int32, device),
-            max_query_len=int(counts.max()),
-            max_context_len=int(context_lens.max()),
-        ),
-        sample_rows=to_device((ends - 1)[samples], torch.int64, device),
-        last_rows=(ends - 1).tolist(),
+    entry_of_token = torch.repeat_interleave(torch.arange(len(entries)), torch.tensor(counts))
+    offset = torch.tensor(firsts) - torch.tensor(starts[:-1])
+    position = torch.arange(num_tokens) + offset[entry_of_token]
+    positions[:num_tokens] = position
+    block_ids = tables[entry_of_token, position // block_size]
+    slots.fill_(-1)
+    slots[:num_tokens] = block_ids * block_size + position % block_size
+    return PackedStep(
+        values=values,
+        num_samples=len(rows),
+        max_query_len=max(counts),
+        max_context_len=max(lengths),
+        unknown_tokens={
+            entry.seq_id: end - 1
+            for entry, end in zip(entries, starts[1:], strict=True)
+            if len(entry.token_ids) < entry.num_scheduled_tokens
+        },
     )
 
 

@@ -5,8 +5,8 @@ It owns the model, the KV pool and the device's rows; it knows nothing of queues
 tokens. Steps run in the order in which they are launched.
 
 A plan in which every sequence computes one token and samples the next is a decode step: it runs on
-the device's rows alone, as a CUDA graph where there is CUDA. Every other plan is built from the
-plan's own data and runs eagerly.
+the device's rows alone. Every other plan is a mixed step, built from the plan's own data. Both run
+as CUDA graphs where there is CUDA, long mixed steps excepted.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from torch import Tensor
 from nv_core import SamplingParams, ScheduledSequence, StepPlan
 from nv_kernels import LayerKVCache
 from nv_models import CausalLM
-from nv_runtime.cuda_graphs import DecodeGraphs
+from nv_runtime.cuda_graphs import DecodeGraphs, MixedGraphs
 from nv_runtime.decode_step import DecodeOutput, DecodeStep
 from nv_runtime.device_batch import TOKEN, DeviceBatch
-from nv_runtime.input_builder import build_model_input
+from nv_runtime.input_builder import layout_of, pack_step
+from nv_runtime.mixed_step import MixedStep
 from nv_runtime.sampler import SamplingRow, sample
 from nv_runtime.transfer import to_device
 
@@ -70,8 +71,6 @@ class ModelRunner:
             use_graphs: Whether decode steps run as CUDA graphs; CUDA only.
             seed_of: Gives a seed, from its `seq_id`, to a sequence that brought none.
         """
-        self._model = model
-        self._kv_caches = kv_caches
         self._block_size = block_size
         self._device = device
         self._seed_of_seq_id = seed_of
@@ -83,9 +82,14 @@ class ModelRunner:
             seed_of=self._seed_of,
         )
         self._decode_step = DecodeStep(model, kv_caches, self._batch.rows, block_size=block_size)
-        self._graphs: DecodeGraphs | None = None
+        self._mixed_step = MixedStep(model, kv_caches)
+        self._decode_graphs: DecodeGraphs | None = None
+        self._mixed_graphs: MixedGraphs | None = None
         if use_graphs:
-            self._graphs = DecodeGraphs(
+            self._mixed_graphs = MixedGraphs(
+                self._mixed_step, max_model_len=max_model_len, block_size=block_size
+            )
+            self._decode_graphs = DecodeGraphs(
                 self._decode_step,
                 padding_row=self._batch.padding_row,
                 max_num_seqs=max_num_seqs,
@@ -113,7 +117,7 @@ class ModelRunner:
             token_ids = self._run_decode(entries, changes)
         else:
             self._batch.send(changes)
-            token_ids = self._run_eagerly(plan)
+            token_ids = self._run_mixed(plan)
         seq_ids = tuple(entry.seq_id for entry in entries if entry.samples)
         return StepHandle(seq_ids, token_ids.to("cpu", non_blocking=True), self._mark())
 
@@ -127,7 +131,7 @@ class ModelRunner:
         self, entries: Sequence[ScheduledSequence], changes: list[tuple[int, int]]
     ) -> Tensor:
         """Runs a decode step; returns its tokens, [len(entries)] int64."""
-        graphs = self._graphs
+        graphs = self._decode_graphs
         size = len(entries) if graphs is None else graphs.padded_size(len(entries))
         changes += self._batch.prepare_decode(entries, padded_size=size)
         self._batch.send(changes)
@@ -140,25 +144,31 @@ class ModelRunner:
             return output.token_ids[: len(entries)]
         return self._sample(output.logits[: len(entries)], entries)
 
-    def _run_eagerly(self, plan: StepPlan) -> Tensor:
+    def _run_mixed(self, plan: StepPlan) -> Tensor:
         """Runs any plan; returns the tokens of the entries that sample, in order."""
-        model_input = build_model_input(plan, block_size=self._block_size, device=self._device)
-        token_ids = model_input.token_ids
-        pending = [
-            entry for entry in plan.sequences if len(entry.token_ids) < entry.num_scheduled_tokens
-        ]
-        if pending:
-            # Their last input token is on the device only, in their rows.
-            last_row = dict(zip(plan.sequences, model_input.last_rows, strict=True))
-            places = to_device([last_row[e] for e in pending], torch.int64, self._device)
-            token_ids[places] = self._batch.rows[self._rows_of(pending), TOKEN].long()
-        hidden = self._model(
-            token_ids, model_input.positions, self._kv_caches, model_input.metadata
-        )
+        graphs = self._mixed_graphs
+        padded = None if graphs is None else graphs.layout_for(plan)
+        layout = layout_of(plan) if padded is None else padded
+        step = pack_step(plan, layout, block_size=self._block_size)
+        packed = to_device(step.values, torch.int32, self._device)
+        if step.unknown_tokens:
+            # Each is the token of the sequence's own row, sampled by a step before this one.
+            rows = [self._batch.row_of(seq_id) for seq_id in step.unknown_tokens]
+            places = self._indices(list(step.unknown_tokens.values()))
+            packed.index_copy_(0, places, self._batch.rows[self._indices(rows), TOKEN])
+        if graphs is None or padded is None:
+            logits = self._mixed_step(
+                packed,
+                layout,
+                num_samples=step.num_samples,
+                max_query_len=step.max_query_len,
+                max_context_len=step.max_context_len,
+            )
+        else:
+            logits = graphs.run(packed, padded)[: step.num_samples]
         entries = [entry for entry in plan.sequences if entry.samples]
         if not entries:
             return torch.empty(0, dtype=torch.int64, device=self._device)
-        logits = self._model.compute_logits(hidden[model_input.sample_rows])
         for entry in entries:
             self._batch.note_sampled(entry)
         return self._sample(logits, entries)
@@ -166,12 +176,12 @@ class ModelRunner:
     def _sample(self, logits: Tensor, entries: Sequence[ScheduledSequence]) -> Tensor:
         """Samples one token per entry and stores it in the entry's row."""
         token_ids = sample(logits, [self._sampling_row(entry) for entry in entries])
-        self._batch.rows[:, TOKEN].index_copy_(0, self._rows_of(entries), token_ids.int())
+        rows = self._indices([self._batch.row_of(entry.seq_id) for entry in entries])
+        self._batch.rows[:, TOKEN].index_copy_(0, rows, token_ids.int())
         return token_ids
 
-    def _rows_of(self, entries: Sequence[ScheduledSequence]) -> Tensor:
-        rows = [self._batch.row_of(entry.seq_id) for entry in entries]
-        return to_device(rows, torch.int64, self._device)
+    def _indices(self, values: list[int]) -> Tensor:
+        return to_device(values, torch.int64, self._device)
 
     def _mark(self) -> torch.cuda.Event | None:
         if self._device.type != "cuda":
