@@ -101,8 +101,6 @@ def recording(llm: LLM, monkeypatch: pytest.MonkeyPatch, recorder: Recorder) -> 
         ("embedding", model.embedding),
         ("input_norm", first.input_norm),
         ("qkv_proj", first.attention.qkv_proj),
-        ("q_norm", first.attention.q_norm),
-        ("k_norm", first.attention.k_norm),
         ("o_proj", first.attention.o_proj),
         ("gate_up_proj", first.mlp.gate_up_proj),
         ("down_proj", first.mlp.down_proj),
@@ -123,7 +121,8 @@ def recording(llm: LLM, monkeypatch: pytest.MonkeyPatch, recorder: Recorder) -> 
     mlp_layer: Any = import_module("nv_models.layers.mlp")
     with monkeypatch.context() as patch:
         schedule, launch = Scheduler.schedule, runner.launch
-        store_kv, silu_and_mul = attention_layer.store_kv, mlp_layer.silu_and_mul
+        rotate_and_store = attention_layer.rotate_and_store
+        silu_and_mul = mlp_layer.silu_and_mul
         attend, compute_logits = first.attention.backend.attend, model.compute_logits
 
         def schedule_and_record(scheduler: Scheduler) -> StepPlan | None:
@@ -141,14 +140,14 @@ def recording(llm: LLM, monkeypatch: pytest.MonkeyPatch, recorder: Recorder) -> 
             recorder.values("context_lens", metadata.context_lens)
             recorder.values("block_table", metadata.block_table)
 
-        def store_and_record(key: Tensor, value: Tensor, *rest: Any, **options: Any) -> None:  # noqa: ANN401
-            record_once("key (rotated)", key)
-            record_once("value", value)
-            store_kv(key, value, *rest, **options)
-            record_once("key cache, one layer", rest[0])
+        def rotate_and_record(qkv: Tensor, *rest: Any, **options: Any) -> Tensor:  # noqa: ANN401
+            record_once("all heads", qkv)
+            query: Tensor = rotate_and_store(qkv, *rest, **options)
+            record_once("query", query)
+            record_once("key cache, one layer", rest[2])
+            return query
 
         def attend_and_record(query: Tensor, *rest: Any, **options: Any) -> Tensor:  # noqa: ANN401
-            record_once("query (rotated)", query)
             output: Tensor = attend(query, *rest, **options)
             record_once("attention", output)
             return output
@@ -172,7 +171,7 @@ def recording(llm: LLM, monkeypatch: pytest.MonkeyPatch, recorder: Recorder) -> 
         patch.setattr(Scheduler, "schedule", schedule_and_record)
         patch.setattr(runner, "launch", launch_and_record)
         handles.append(model.register_forward_pre_hook(run_and_record))
-        patch.setattr(attention_layer, "store_kv", store_and_record)
+        patch.setattr(attention_layer, "rotate_and_store", rotate_and_record)
         patch.setattr(mlp_layer, "silu_and_mul", activate_and_record)
         patch.setattr(first.attention.backend, "attend", attend_and_record)
         patch.setattr(model, "compute_logits", logits_and_record)

@@ -11,6 +11,7 @@ from nv_kernels.metadata import AttentionMetadata, LayerKVCache
 from nv_kernels.ops.attention import paged_attention
 from nv_kernels.ops.rms_norm import add_rms_norm, rms_norm
 from nv_kernels.ops.rotary_embedding import rotary_embedding
+from nv_kernels.ops.rotate_and_store import rotate_and_store
 from nv_kernels.ops.sampling import sample_tokens
 from nv_kernels.ops.silu_and_mul import silu_and_mul
 from nv_kernels.ops.store_kv import store_kv
@@ -28,6 +29,7 @@ __all__ = [
     "paged_attention",
     "rms_norm",
     "rotary_embedding",
+    "rotate_and_store",
     "sample_tokens",
     "select_attention_backend",
     "silu_and_mul",

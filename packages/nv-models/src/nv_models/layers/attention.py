@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from nv_kernels import store_kv
+from nv_kernels import rotate_and_store
 from nv_models.layers.linear import QKVParallelLinear, RowParallelLinear
 from nv_models.layers.norm import RMSNorm
 
@@ -36,6 +36,7 @@ class Attention(nn.Module):
         self.backend = backend
         self.head_dim = config.head_dim
         self.scale = config.head_dim**-0.5
+        self.norm_eps = config.rms_norm_eps
         self.qkv_proj = QKVParallelLinear(
             config.hidden_size,
             config.head_dim,
@@ -78,14 +79,17 @@ class Attention(nn.Module):
             [num_tokens, hidden_size].
         """
         qkv: Tensor = self.qkv_proj(hidden)
-        heads = qkv.view(qkv.shape[0], -1, self.head_dim)  # [num_tokens, all heads, head_dim]
-        first_value = self.num_heads + self.num_kv_heads
-        query, value = heads[:, : self.num_heads], heads[:, first_value:]
-        key = heads[:, self.num_heads : first_value]
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-        query, key = rotary.rotate(query, key)
-        store_kv(key, value, kv_cache.key, kv_cache.value, metadata.slot_mapping)
+        query = rotate_and_store(
+            qkv.view(qkv.shape[0], -1, self.head_dim),  # [num_tokens, all heads, head_dim]
+            rotary.rows,
+            rotary.cos_sin,
+            kv_cache.key,
+            kv_cache.value,
+            metadata.slot_mapping,
+            query_weight=None if self.q_norm is None else self.q_norm.weight,
+            key_weight=None if self.k_norm is None else self.k_norm.weight,
+            eps=self.norm_eps,
+        )
         attended = self.backend.attend(query, kv_cache, metadata, scale=self.scale)
         output: Tensor = self.o_proj(attended.flatten(1))
         return output

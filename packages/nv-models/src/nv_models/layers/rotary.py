@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from nv_kernels import rotary_embedding
 from nv_models.rope import cos_sin_table, dynamic_inverse_frequencies, inverse_frequencies
 
 if TYPE_CHECKING:
@@ -22,10 +21,6 @@ class StepRotary(NamedTuple):
     """Row of the table for each token, [num_tokens] int32 or int64."""
     cos_sin: Tensor
     """Cosines, then sines, [num_rows, head_dim] fp32."""
-
-    def rotate(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotates queries and keys, [num_tokens, heads, head_dim] each; returns new tensors."""
-        return rotary_embedding(query, key, self.rows, self.cos_sin)
 
 
 class RotaryEmbedding(nn.Module):

@@ -1,0 +1,131 @@
+"""rotate_and_store against the fp64 oracles of the three ops that it joins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernel_oracles import (
+    Target,
+    assert_close,
+    assert_same_bits,
+    empty_cache,
+    random_tensor,
+    rms_norm_oracle,
+    rotary_oracle,
+    targets,
+)
+from nv_kernels import KernelInputError, rotate_and_store
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+BLOCK_SIZE = 5
+NUM_BLOCKS = 4
+# Up to four roundings to the dtype follow one another: norm, weight, cosine and sine, result.
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 4 * 2**-10, torch.bfloat16: 4 * 2**-7}
+
+
+def cos_sin(head_dim: int, target: Target) -> Tensor:
+    angles = torch.arange(64)[:, None] / 100.0 ** (torch.arange(head_dim // 2) / head_dim * 2)
+    return torch.cat((angles.cos(), angles.sin()), dim=1).float().to(target.device)
+
+
+def expected(
+    heads: Tensor, weight: Tensor | None, positions: Tensor, table: Tensor, eps: float
+) -> Tensor:
+    normed = heads.double().cpu() if weight is None else rms_norm_oracle(heads, weight, eps)
+    return rotary_oracle(normed, positions, table)
+
+
+@pytest.mark.parametrize("target", targets())
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim"), [(2, 1, 8), (4, 4, 16), (3, 1, 80), (16, 8, 128)]
+)
+def test_queries_and_cache(
+    target: Target,
+    has_norm: bool,  # noqa: FBT001 - a parameter
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+) -> None:
+    wide = random_tensor(1, 6, (num_heads + 2 * num_kv_heads) * head_dim + 3, target=target)
+    qkv = wide[:, 3:].view(6, -1, head_dim)
+    before = wide.clone()
+    weights: list[Tensor | None] = [None, None]
+    if has_norm:
+        weights = [random_tensor(seed, head_dim, target=target) for seed in (2, 3)]
+    positions = torch.tensor([0, 63, 5, 17, 17, 2], device=target.device)
+    slots = [0, 19, -1, 7, 6, 13]
+    shape = (NUM_BLOCKS, BLOCK_SIZE, num_kv_heads, head_dim)
+    key_cache = empty_cache(*shape, "head_major", target)
+    value_cache = empty_cache(*shape, "contiguous", target)
+    table = cos_sin(head_dim, target)
+
+    query = rotate_and_store(
+        qkv,
+        positions,
+        table,
+        key_cache,
+        value_cache,
+        torch.tensor(slots, dtype=torch.int32, device=target.device),
+        query_weight=weights[0],
+        key_weight=weights[1],
+        eps=1e-5,
+        backend=target.backend,
+    )
+
+    tolerance = TOLERANCE[target.dtype]
+    first_value = num_heads + num_kv_heads
+    assert query.is_contiguous()
+    assert_same_bits(wide, before)
+    want = expected(qkv[:, :num_heads], weights[0], positions, table, 1e-5)
+    assert_close(query, want, rtol=tolerance, atol=4 * tolerance)
+    want = expected(qkv[:, num_heads:first_value], weights[1], positions, table, 1e-5)
+    for token, slot in enumerate(slots):
+        if slot >= 0:
+            place = (slot // BLOCK_SIZE, slot % BLOCK_SIZE)
+            assert_close(key_cache[place], want[token], rtol=tolerance, atol=4 * tolerance)
+            assert_same_bits(value_cache[place], qkv[token, first_value:])
+    num_written = (len(slots) - 1) * num_kv_heads * head_dim
+    assert int((~key_cache.isnan()).sum()) == num_written
+    assert int((~value_cache.isnan()).sum()) == num_written
+
+
+def arguments() -> dict[str, Any]:
+    return {
+        "qkv": torch.zeros(2, 4, 8),
+        "positions": torch.zeros(2, dtype=torch.int64),
+        "cos_sin_cache": torch.zeros(4, 8),
+        "key_cache": torch.zeros(2, 2, 1, 8),
+        "value_cache": torch.zeros(2, 2, 1, 8),
+        "slot_mapping": torch.zeros(2, dtype=torch.int32),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("qkv", torch.zeros(2, 2, 8), "qkv has 2 heads"),
+        ("qkv", torch.zeros(2, 4, 10), "qkv has shape"),
+        ("qkv", torch.zeros(2, 4, 8).half(), "qkv has dtype"),
+        ("positions", torch.zeros(3, dtype=torch.int64), "positions has shape"),
+        ("slot_mapping", torch.zeros(2), "slot_mapping has dtype"),
+        ("cos_sin_cache", torch.zeros(4, 6), "cos_sin_cache has shape"),
+        ("value_cache", torch.zeros(2, 2, 2, 8), "value_cache has shape"),
+        ("query_weight", torch.ones(8), "must be given together"),
+    ],
+)
+def test_wrong_arguments_are_named(name: str, value: Tensor, message: str) -> None:
+    with pytest.raises(KernelInputError, match=message):
+        rotate_and_store(**{**arguments(), name: value})
+
+
+def test_no_tokens() -> None:
+    given = arguments()
+    for name in ("qkv", "positions", "slot_mapping"):
+        given[name] = given[name][:0]
+    assert rotate_and_store(**given).shape == (0, 2, 8)
