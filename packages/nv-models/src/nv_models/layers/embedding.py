@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 from torch.nn import functional
 
+from nv_kernels import linear
 from nv_models.weight_target import TensorTarget
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ class ParallelLMHead(nn.Module):
         Returns:
             [num_rows, vocab_size] without padding, the same on every rank.
         """
-        local = functional.linear(hidden, self.rows.weight)
+        local = linear(hidden, self.rows.weight)
         return self.tensor_parallel.all_gather_last_dim(local)[:, : self.vocab_size]
 
     def targets(self, name: str) -> Iterator[TensorTarget]:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
-from torch.nn import functional
 
 from nv_core.errors import ConfigError
+from nv_kernels import linear
 from nv_models.weight_target import TensorTarget, whole
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class FusedLinear(nn.Module):
         Returns:
             [num_tokens, sum of this rank's outputs], projection after projection.
         """
-        return functional.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
     def targets(self, *names: str) -> Iterator[TensorTarget]:
         """Yields where the checkpoint tensors of each projection go.
@@ -284,8 +284,8 @@ class RowParallelLinear(nn.Module):
             [num_tokens, out_features], the same on every rank.
         """
         if self.tensor_parallel.size == 1:
-            return functional.linear(x, self.weight, self.bias)
-        output = self.tensor_parallel.all_reduce(functional.linear(x, self.weight))
+            return linear(x, self.weight, self.bias)
+        output = self.tensor_parallel.all_reduce(linear(x, self.weight))
         return output if self.bias is None else output + self.bias
 
     def targets(self, name: str) -> Iterator[TensorTarget]:
