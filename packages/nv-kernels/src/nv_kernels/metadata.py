@@ -58,6 +58,9 @@ class AttentionMetadata:
     """At least the longest query length of the batch, in tokens."""
     max_context_len: int
     """At least the longest context length of the batch, in tokens."""
+    min_query_len: int = 0
+    """At most the shortest query length of the sequences that have any, in tokens; 0 if unknown. A
+    backend may save itself the search for decode steps if this is over 1."""
 
     def __post_init__(self) -> None:
         """Checks that the parts describe the same batch.
@@ -93,11 +96,12 @@ class AttentionMetadata:
         for name, limit in (
             ("max_query_len", self.max_query_len),
             ("max_context_len", self.max_context_len),
+            ("min_query_len", self.min_query_len),
         ):
             if limit < 0:
                 raise KernelInputError(
                     f"{name} is {limit}, but a length in tokens is 0 or more. "
-                    "Pass the largest length of the batch."
+                    "Pass the true length of the batch."
                 )
 
     @property
@@ -171,4 +175,5 @@ class AttentionMetadata:
             slot_mapping=int32(slots),
             max_query_len=max(query_lens, default=0),
             max_context_len=max(context_lens, default=0),
+            min_query_len=min((query_len for query_len in query_lens if query_len), default=0),
         )

@@ -14,18 +14,19 @@ if TYPE_CHECKING:
 
 
 def check_attention_inputs(
-    query: Tensor, kv_cache: LayerKVCache, metadata: AttentionMetadata
+    query: Tensor, kv_cache: LayerKVCache, metadata: AttentionMetadata, scale: float
 ) -> None:
-    """Raises unless query, cache and metadata fit together.
+    """Raises unless query, cache, metadata and scale fit together.
 
     Args:
         query: See `nv_kernels.ops.attention.paged_attention`.
         kv_cache: See there.
         metadata: See there.
+        scale: See there.
 
     Raises:
-        KernelInputError: A shape, dtype, device or stride disagrees, or the block table is too
-            narrow for the longest context.
+        KernelInputError: A shape, dtype, device or stride disagrees, the block table is too narrow
+            for the longest context, or the scale is not positive.
     """
     layout = "[num_tokens, num_heads, head_dim]"
     check_tensor("query", query, layout, [metadata.num_tokens, None, None], dtypes=FLOAT_DTYPES)
@@ -51,6 +52,11 @@ def check_attention_inputs(
         raise KernelInputError(
             f"query has {num_heads} heads and kv_cache {num_kv_heads}, but each key head must "
             "serve the same number of query heads. Make num_heads a multiple of num_kv_heads."
+        )
+    if not scale > 0:
+        raise KernelInputError(
+            f"scale is {scale}, but must be positive. Pass head_dim ** -0.5, or what the model's "
+            "config says instead; for a negative one, negate the query."
         )
     reach = metadata.block_table.shape[1] * block_size
     if metadata.num_seqs > 0 and metadata.max_context_len > reach:

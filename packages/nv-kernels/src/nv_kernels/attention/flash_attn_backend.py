@@ -33,7 +33,7 @@ class FlashAttention2:
         self, query: Tensor, kv_cache: LayerKVCache, metadata: AttentionMetadata, *, scale: float
     ) -> Tensor:
         """Computes attention; see `nv_kernels.ops.attention.paged_attention`."""
-        check_attention_inputs(query, kv_cache, metadata)
+        check_attention_inputs(query, kv_cache, metadata, scale)
         if metadata.num_tokens == 0 or metadata.num_seqs == 0 or metadata.max_context_len == 0:
             return query.new_zeros(query.shape)
         attend = _attend_decode if metadata.max_query_len == 1 else _attend_mixed

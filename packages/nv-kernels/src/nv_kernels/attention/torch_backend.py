@@ -27,7 +27,7 @@ class TorchAttention:
         self, query: Tensor, kv_cache: LayerKVCache, metadata: AttentionMetadata, *, scale: float
     ) -> Tensor:
         """Computes attention; see `nv_kernels.ops.attention.paged_attention`."""
-        check_attention_inputs(query, kv_cache, metadata)
+        check_attention_inputs(query, kv_cache, metadata, scale)
         return paged_attention(query, kv_cache, metadata, scale=scale)
 
 

@@ -1,4 +1,4 @@
-"""The Triton backend: our own kernel."""
+"""The Triton backend: our own kernels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ _MAX_GROUP = 128
 
 
 class TritonAttention:
-    """Paged attention by one Triton kernel for prompts, chunks and decode steps alike."""
+    """Paged attention by Triton kernels for decode steps and for prompts.
+
+    The result of a decode step does not depend on the rest of the batch, down to the last bit.
+    """
 
     @property
     def name(self) -> str:
@@ -34,7 +37,7 @@ class TritonAttention:
         """Computes attention; see `nv_kernels.ops.attention.paged_attention`."""
         from nv_kernels.triton.attention import paged_attention
 
-        check_attention_inputs(query, kv_cache, metadata)
+        check_attention_inputs(query, kv_cache, metadata, scale)
         return paged_attention(query, kv_cache, metadata, scale=scale)
 
 

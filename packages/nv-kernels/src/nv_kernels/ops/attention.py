@@ -38,7 +38,7 @@ def paged_attention(
         kv_cache: One layer's cache, dtype of `query`, with this step's keys and values already
             stored (see `store_kv`); not changed. num_kv_heads must divide num_heads.
         metadata: The batch, on the same device.
-        scale: Factor of the scores before the softmax, usually head_dim ** -0.5.
+        scale: Factor of the scores before the softmax, usually head_dim ** -0.5; positive.
         backend: "auto" or the name of a backend, see `select_attention_backend`.
 
     Returns:
@@ -46,11 +46,12 @@ def paged_attention(
         sequence, or see no cached token, are zero.
 
     Raises:
-        KernelInputError: A shape, dtype, device or stride disagrees, or the backend cannot run.
+        KernelInputError: A shape, dtype, device or stride disagrees, the scale is not positive, or
+            the backend cannot run.
 
     Source: "PagedAttention" (arXiv:2309.06180), "FlashAttention-2" (arXiv:2307.08691).
     """
-    check_attention_inputs(query, kv_cache, metadata)
+    check_attention_inputs(query, kv_cache, metadata, scale)
     _, num_heads, head_dim = query.shape
     _, block_size, num_kv_heads, _ = kv_cache.key.shape
     chosen = select_attention_backend(

@@ -1,24 +1,20 @@
-"""Paged attention over a mixed batch as one Triton kernel, with an online softmax.
+"""Paged attention over a mixed batch: decode steps and prompts by a kernel each.
 
-Legend: m rows of a query tile, n keys of a key tile, d dimensions of a head. A program owns one
-query tile of one sequence and one key head: block_q query tokens times the `group` query heads
-that share the key head, laid out as block_m >= block_q * group rows. So keys are read once for
-the whole group, and a decode step (one token) fills a tile that tensor cores accept. Prompts,
-chunks and decode steps differ only in numbers.
-
-Simple before fast: long contexts are not split over programs, and every key tile is masked.
+Knows which launches a batch needs and how they are configured. `decode_attention.py` and
+`prefill_attention.py` are the kernels.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import triton  # type: ignore[import-untyped]
-import triton.language as tl  # type: ignore[import-untyped]
 
-from nv_kernels.triton.device import device_of
+from nv_kernels.triton.decode_attention import DecodeConfig, attend_to_decodes
+from nv_kernels.triton.device import device_of, num_processors, shared_memory_bytes
+from nv_kernels.triton.prefill_attention import PrefillConfig, attend_to_prompts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,177 +26,105 @@ def paged_attention(
     query: Tensor, kv_cache: LayerKVCache, metadata: AttentionMetadata, *, scale: float
 ) -> Tensor:
     """Implements `nv_kernels.ops.attention.paged_attention`; the host never waits."""
-    output = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
-    num_heads, head_dim = query.shape[1:]
-    num_kv_heads = kv_cache.key.shape[2]
-    group = num_heads // num_kv_heads
-    tile = _choose_tile(group, head_dim, query.element_size(), metadata.max_query_len)
-    num_tiles = triton.cdiv(metadata.max_query_len, tile.block_q)
-    if num_tiles == 0 or metadata.num_seqs == 0:
+    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    if metadata.num_tokens == 0:
         return output
+    if metadata.num_seqs == 0 or metadata.block_table.shape[1] == 0:
+        return output.zero_()  # no context anywhere, and no table to look into
+    scale_log2 = scale * math.log2(math.e)
+    only_decodes = metadata.max_query_len <= 1
+    has_decodes = metadata.min_query_len <= 1
     with device_of(query):
-        _paged_attention_kernel[(num_tiles, num_kv_heads, metadata.num_seqs)](
-            query,
-            *kv_cache,
-            output,
-            metadata.cu_seqlens_q,
-            metadata.context_lens,
-            metadata.block_table,
-            scale * math.log2(math.e),
-            *query.stride()[:2],
-            *kv_cache.key.stride()[:3],
-            *kv_cache.value.stride()[:3],
-            *output.stride()[:2],
-            metadata.block_table.stride(0),
-            group=group,
-            head_dim=head_dim,
-            block_size=kv_cache.key.shape[1],
-            block_q=tile.block_q,
-            block_m=tile.block_m,
-            block_n=tile.block_n,
-            block_d=tile.block_d,
-            num_warps=tile.num_warps,
-            num_stages=2,
-        )
+        if only_decodes or has_decodes:
+            attend_to_decodes(
+                query,
+                kv_cache,
+                metadata,
+                output,
+                scale_log2=scale_log2,
+                owns_padding=only_decodes,
+                config=choose_decode_config(query, kv_cache, metadata.num_seqs),
+            )
+        if not only_decodes:
+            attend_to_prompts(
+                query,
+                kv_cache,
+                metadata,
+                output,
+                scale_log2=scale_log2,
+                min_query_len=2,
+                config=choose_prefill_config(query, kv_cache, metadata.max_query_len),
+            )
     return output
 
 
-class _Tile(NamedTuple):
-    block_q: int
-    block_m: int
-    block_n: int
-    block_d: int
-    num_warps: int
+def choose_decode_config(query: Tensor, kv_cache: LayerKVCache, num_seqs: int) -> DecodeConfig:
+    """Looks up how to decode, measured on an H200 (see docs/kernels.md).
+
+    Args:
+        query: [num_tokens, num_heads, head_dim].
+        kv_cache: One layer's cache.
+        num_seqs: Sequences in the batch, padding included.
+
+    Returns:
+        The configuration. A function of shapes alone, so that a captured graph may rely on it.
+    """
+    num_heads, head_dim = query.shape[1:]
+    num_kv_heads = kv_cache.key.shape[2]
+    rows = max(16, triton.next_power_of_2(num_heads // num_kv_heads))
+    num_programs = num_seqs * num_kv_heads  # of the direct kernel
+    processors = num_processors(query.device)
+    # With three tiles in flight a processor holds three programs, with two it holds four. Three
+    # are faster unless they need a second round where four would need one.
+    one_round_of_four = 3 * processors < num_programs <= 4 * processors and rows == 16
+    if 4 * num_programs < 3 * processors:
+        longest_direct = 0
+    else:
+        # While a long context is walked by one program, the others must have work.
+        longest_direct = 4096 if 2 * num_programs >= 3 * processors else 1024
+    return DecodeConfig(
+        block_n=_choose_block_n(query),
+        num_warps=4 if rows * head_dim <= 8192 else 8,
+        num_stages=2 if one_round_of_four else 3,
+        max_registers=128 if one_round_of_four else None,
+        programs_per_processor=3,
+        longest_direct=longest_direct,
+    )
 
 
-def _choose_tile(group: int, head_dim: int, element_size: int, max_query_len: int) -> _Tile:
-    """Sizes a program's tiles: they must fit 99 KB of shared memory, a consumer GPU's limit."""
-    block_d = max(16, triton.next_power_of_2(head_dim))  # tl.dot takes no side under 16
-    bytes_per_key = block_d * element_size
-    block_n = max(16, min(64, 16384 // bytes_per_key))
-    rows = group if max_query_len == 1 else max(group, 64 if bytes_per_key <= 256 else 32)
-    block_m = max(16, triton.next_power_of_2(rows))
-    return _Tile(
-        block_q=block_m // group if max_query_len > 1 else 1,
+def choose_prefill_config(
+    query: Tensor, kv_cache: LayerKVCache, max_query_len: int
+) -> PrefillConfig:
+    """Looks up how to attend from prompts, measured on an H200 (see docs/kernels.md).
+
+    Args:
+        query: [num_tokens, num_heads, head_dim].
+        kv_cache: One layer's cache.
+        max_query_len: At least the longest query, in tokens.
+
+    Returns:
+        The configuration; none of it changes a result by more than rounding.
+    """
+    num_heads, head_dim = query.shape[1:]
+    group = num_heads // kv_cache.key.shape[2]
+    row_bytes = triton.next_power_of_2(head_dim) * query.element_size()
+    if row_bytes <= 256:
+        # Two programs of 64 rows overlap better than one of 128, until the reuse of keys counts.
+        rows = 64 if max_query_len <= 2048 else 128
+        num_stages = 3 if shared_memory_bytes(query.device) >= 128 << 10 else 2
+    else:
+        rows = 64 if query.element_size() == 2 else 32
+        num_stages = 2
+    block_m = max(rows, triton.next_power_of_2(group))
+    return PrefillConfig(
         block_m=block_m,
-        block_n=block_n,
-        block_d=block_d,
-        num_warps=8 if block_m * block_d > 8192 else 4,
+        block_n=_choose_block_n(query),
+        num_warps=8 if block_m * head_dim > 8192 else 4,
+        num_stages=num_stages,
     )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _paged_attention_kernel(
-    query_ptr: tl.tensor,
-    key_ptr: tl.tensor,
-    value_ptr: tl.tensor,
-    output_ptr: tl.tensor,
-    cu_seqlens_q_ptr: tl.tensor,
-    context_lens_ptr: tl.tensor,
-    block_table_ptr: tl.tensor,
-    scale_log2: tl.tensor,
-    query_token_stride: tl.tensor,
-    query_head_stride: tl.tensor,
-    key_block_stride: tl.tensor,
-    key_offset_stride: tl.tensor,
-    key_head_stride: tl.tensor,
-    value_block_stride: tl.tensor,
-    value_offset_stride: tl.tensor,
-    value_head_stride: tl.tensor,
-    output_token_stride: tl.tensor,
-    output_head_stride: tl.tensor,
-    block_table_stride: tl.tensor,
-    group: tl.constexpr,
-    head_dim: tl.constexpr,
-    block_size: tl.constexpr,
-    block_q: tl.constexpr,
-    block_m: tl.constexpr,
-    block_n: tl.constexpr,
-    block_d: tl.constexpr,
-) -> None:
-    seq = tl.program_id(2).to(tl.int64)
-    query_start = tl.load(cu_seqlens_q_ptr + seq)
-    query_len = tl.load(cu_seqlens_q_ptr + seq + 1) - query_start
-    first_query = tl.program_id(0) * block_q
-    if first_query >= query_len:
-        return
-    context_len = tl.load(context_lens_ptr + seq)
-    kv_head = tl.program_id(1).to(tl.int64)
-
-    row = tl.arange(0, block_m)
-    query_index = first_query + row // group
-    inside_m = (row < block_q * group) & (query_index < query_len)
-    # The mask is aligned to the bottom right: the last query sees the whole context.
-    last_visible = context_len - query_len + query_index
-    dim = tl.arange(0, block_d)
-    inside_d = dim < head_dim
-    inside_md = inside_m[:, None] & inside_d[None, :]
-    # int64: a large batch times the width of a fused projection passes 2^31 elements.
-    token = (query_start + query_index).to(tl.int64)
-    head = kv_head * group + row % group
-    query = tl.load(
-        query_ptr + (token * query_token_stride + head * query_head_stride)[:, None] + dim[None, :],
-        mask=inside_md,
-        other=0.0,
-    )
-
-    row_max = tl.full([block_m], float("-inf"), tl.float32)
-    row_sum = tl.zeros([block_m], tl.float32)
-    accumulator = tl.zeros([block_m, block_d], tl.float32)
-    # Keys past the last one that this tile's last query sees are never read.
-    end = context_len - query_len + tl.minimum(first_query + block_q, query_len)
-    for start in range(0, end, block_n):
-        position = start + tl.arange(0, block_n)
-        inside_n = position < end
-        block = tl.load(
-            block_table_ptr + seq * block_table_stride + position // block_size,
-            mask=inside_n,
-            other=0,
-        ).to(tl.int64)
-        offset = position % block_size
-        # Both loads are masked to the context, not only the scores: slots beyond it may hold NaN,
-        # and a probability of zero times NaN is NaN.
-        key = tl.load(
-            key_ptr
-            + (block * key_block_stride + offset * key_offset_stride + kv_head * key_head_stride)[
-                None, :
-            ]
-            + dim[:, None],
-            mask=inside_d[:, None] & inside_n[None, :],
-            other=0.0,
-        )
-        scores = tl.dot(query, key, input_precision="ieee") * scale_log2
-        visible = (position[None, :] <= last_visible[:, None]) & inside_n[None, :]
-        scores = tl.where(visible, scores, float("-inf"))
-
-        new_max = tl.maximum(row_max, tl.max(scores, axis=1))
-        # A row that has seen no key yet has no maximum; -inf minus -inf would be NaN.
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        rescale = tl.exp2(row_max - shift)
-        weights = tl.exp2(scores - shift[:, None])
-        row_max = new_max
-        row_sum = row_sum * rescale + tl.sum(weights, axis=1)
-        value = tl.load(
-            value_ptr
-            + (
-                block * value_block_stride
-                + offset * value_offset_stride
-                + kv_head * value_head_stride
-            )[:, None]
-            + dim[None, :],
-            mask=inside_n[:, None] & inside_d[None, :],
-            other=0.0,
-        )
-        accumulator = tl.dot(
-            weights.to(value.dtype), value, accumulator * rescale[:, None], input_precision="ieee"
-        )
-
-    # Rows that saw no key have a sum of zero and become zeros.
-    output = accumulator / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
-    tl.store(
-        output_ptr
-        + (token * output_token_stride + head * output_head_stride)[:, None]
-        + dim[None, :],
-        output.to(output_ptr.dtype.element_ty),
-        mask=inside_md,
-    )
+def _choose_block_n(query: Tensor) -> int:
+    """Tokens per tile of keys: 64, or as many as fit in 16 KB."""
+    row_bytes = triton.next_power_of_2(query.shape[2]) * query.element_size()
+    return int(max(16, min(64, 16384 // row_bytes)))
