@@ -57,6 +57,7 @@ class Device:
         plan = StepPlan(
             step_id=self.num_steps,
             sequences=entries,  # type: ignore[arg-type]
+            sampled_seq_ids=tuple(entry.seq_id for entry in entries if entry.samples),
             preempted=preempted,
             released=preempted,
             num_scheduled_tokens=sum(entry.num_scheduled_tokens for entry in entries),
@@ -358,12 +359,12 @@ def plant_match_without_parent_check(patch: pytest.MonkeyPatch) -> None:
     def match(self: BlockManager, keys: BlockKeys, max_blocks: int) -> list[CachedPrefix]:
         found = []
         for position in range(min(max_blocks, len(keys.hashes))):
-            prefix = self._index.get(keys.hashes[position])
-            while prefix is not None and prefix.tokens != keys.packed[position]:
-                prefix = prefix.next_in_bucket
-            if prefix is None or prefix.block_id is None:
+            content_hash = keys.hashes[position]
+            entries = [self._index.get(content_hash), *self._colliding.get(content_hash, ())]
+            equal = [e for e in entries if e is not None and e.tokens == keys.packed[position]]
+            if not equal or equal[0].block_id is None:
                 break
-            found.append(prefix)
+            found.append(equal[0])
         return found
 
     patch.setattr(BlockManager, "match", match)
@@ -407,7 +408,7 @@ def plant_publish_of_blocks_lost_meanwhile(patch: pytest.MonkeyPatch) -> None:
             seq, parent = entry.sequence, None
             length = entry.num_computed_tokens + entry.num_scheduled_tokens
             num_full = min(length // self.config.block_size, len(seq.keys.hashes))
-            if entry._residence != seq._residence:
+            if entry.growing_table is not seq.block_table:
                 for position, block_id in enumerate(entry.block_table[:num_full]):
                     if self._blocks.content_of(block_id) is not None:
                         break
@@ -446,31 +447,33 @@ def plant_index_entry_that_outlives_its_block(patch: pytest.MonkeyPatch) -> None
     patch.setattr(BlockManager, "_forget", lambda _self, _block_id, _prefix: None)
 
 
+def plant_in_every_entry(
+    patch: pytest.MonkeyPatch, change: Callable[[ScheduledSequence], ScheduledSequence]
+) -> None:
+    finish = Step.finish
+
+    def finish_changed(self: Step) -> StepPlan:
+        plan = finish(self)
+        return dataclasses.replace(plan, sequences=tuple(map(change, plan.sequences)))
+
+    patch.setattr(Step, "finish", finish_changed)
+
+
 def plant_start_one_token_early(patch: pytest.MonkeyPatch) -> None:
     """Decodes behind a full block start at the block's last slot."""
-    init = ScheduledSequence.__init__
 
-    def init_early(
-        self: ScheduledSequence, sequence: Sequence, num_scheduled_tokens: int, *, samples: bool
-    ) -> None:
-        init(self, sequence, num_scheduled_tokens, samples=samples)
-        if num_scheduled_tokens == 1 and self.num_computed_tokens % 2 == 0:
-            self.num_computed_tokens = max(0, self.num_computed_tokens - 1)
+    def one_early(entry: ScheduledSequence) -> ScheduledSequence:
+        computed = entry.num_computed_tokens
+        if entry.num_scheduled_tokens > 1 or computed % 2:
+            return entry
+        return entry._replace(num_computed_tokens=max(0, computed - 1))
 
-    patch.setattr(ScheduledSequence, "__init__", init_early)
+    plant_in_every_entry(patch, one_early)
 
 
 def plant_block_one_token_late(patch: pytest.MonkeyPatch) -> None:
     """The plan sees the table without a block that the step needs for its last slot."""
-    init = ScheduledSequence.__init__
-
-    def init_short(
-        self: ScheduledSequence, sequence: Sequence, num_scheduled_tokens: int, *, samples: bool
-    ) -> None:
-        init(self, sequence, num_scheduled_tokens, samples=samples)
-        self._num_blocks -= 1
-
-    patch.setattr(ScheduledSequence, "__init__", init_short)
+    plant_in_every_entry(patch, lambda entry: entry._replace(num_blocks=entry.num_blocks - 1))
 
 
 def plant_slot_off_by_one(patch: pytest.MonkeyPatch) -> None:

@@ -21,8 +21,9 @@ doubly linked list in two plain lists, since taking a hit out of its middle must
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from typing import cast
 
 from nv_core.block_hash import BlockKeys
 from nv_core.errors import SchedulingError
@@ -31,26 +32,18 @@ from nv_core.errors import SchedulingError
 class CachedPrefix:
     """The content of a prefix that ends at a block boundary.
 
+    There is one for each cached block, so what only few of them need (further copies, further
+    contents of the same hash) is kept by the manager.
+
     Attributes:
         hash: Chained hash of the content.
         parent: The content of all blocks but the last; None for a first block.
         tokens: The last block's tokens, four bytes each.
         block_id: The block that a hit gets, the newest that holds it; None while a hit gets none.
-        older_block_ids: Further blocks that hold it, newest last (an ordered set, so that any of
-            them can go in O(1)); None if there never were any.
         num_children: How many indexed prefixes have this one as their parent.
-        next_in_bucket: The next prefix with the same hash.
     """
 
-    __slots__ = (
-        "block_id",
-        "hash",
-        "next_in_bucket",
-        "num_children",
-        "older_block_ids",
-        "parent",
-        "tokens",
-    )
+    __slots__ = ("block_id", "hash", "num_children", "parent", "tokens")
 
     def __init__(self, content_hash: int, parent: CachedPrefix | None, tokens: bytes) -> None:
         """Makes a prefix that no block holds yet."""
@@ -58,19 +51,7 @@ class CachedPrefix:
         self.parent = parent
         self.tokens = tokens
         self.block_id: int | None = None
-        self.older_block_ids: dict[int, None] | None = None
         self.num_children = 0
-        self.next_in_bucket: CachedPrefix | None = None
-
-    def block_ids(self) -> list[int]:
-        """All blocks that hold this content, oldest first."""
-        older = list(self.older_block_ids or ())
-        return older if self.block_id is None else [*older, self.block_id]
-
-    @property
-    def is_needed(self) -> bool:
-        """Whether a block holds it or an indexed prefix continues it."""
-        return self.block_id is not None or self.num_children > 0 or bool(self.older_block_ids)
 
 
 class BlockManager:
@@ -107,6 +88,11 @@ class BlockManager:
         self._next = [*ids[1:], ids[0]] if num_blocks else [0]
         self._prev = [ids[num_blocks], *ids[:num_blocks]]
         self._index: dict[int, CachedPrefix] = {}
+        # Contents whose hash the index holds for another one already.
+        self._colliding: dict[int, list[CachedPrefix]] = {}
+        # Further blocks that hold a content, newest last (an ordered set, so that any of them can
+        # go in O(1)).
+        self._older: dict[CachedPrefix, dict[int, None]] = {}
 
     def match(self, keys: BlockKeys, max_blocks: int) -> list[CachedPrefix]:
         """Finds the longest run of leading blocks that the cache holds; changes nothing.
@@ -120,36 +106,45 @@ class BlockManager:
         """
         found: list[CachedPrefix] = []
         parent: CachedPrefix | None = None
-        index = self._index
-        for content_hash, tokens in zip(keys.hashes[:max_blocks], keys.packed, strict=False):
-            prefix = index.get(content_hash)
-            while prefix is not None and (prefix.parent is not parent or prefix.tokens != tokens):
-                prefix = prefix.next_in_bucket
+        get, add = self._index.get, found.append
+        hashes = keys.hashes
+        if max_blocks < len(hashes):
+            hashes = hashes[:max_blocks]
+        for content_hash, tokens in zip(hashes, keys.packed, strict=False):
+            prefix = get(content_hash)
+            if prefix is not None and (prefix.parent is not parent or prefix.tokens != tokens):
+                prefix = self._find(content_hash, parent, tokens)
             if prefix is None or prefix.block_id is None:
                 break
-            found.append(prefix)
+            add(prefix)
             parent = prefix
         return found
 
     def num_blocks_taken_by(self, prefixes: Iterable[CachedPrefix]) -> int:
         """How many free blocks `acquire(prefixes)` would take off the free list."""
         refs = self._ref_counts
-        return sum(1 for prefix in prefixes if refs[_held(prefix)] == 0)
+        return [refs[block_id] for block_id in _held(prefixes)].count(0)
 
     def acquire(self, prefixes: Iterable[CachedPrefix]) -> list[int]:
         """Takes one more reference to the block of each prefix; returns the block ids."""
+        block_ids = _held(prefixes)
+        self.share(block_ids)
+        return block_ids
+
+    def share(self, block_ids: Seq[int]) -> None:
+        """Takes one more reference to each of these blocks, used ones or free ones."""
         refs, next_, prev = self._ref_counts, self._next, self._prev
-        block_ids = []
-        for prefix in prefixes:
-            block_id = _held(prefix)
-            if refs[block_id] == 0:
+        num_used_before = 0
+        for block_id in block_ids:
+            count = refs[block_id]
+            refs[block_id] = count + 1
+            if count:
+                num_used_before += 1
+            else:
                 before, after = prev[block_id], next_[block_id]
                 next_[before] = after
                 prev[after] = before
-                self.num_free_blocks -= 1
-            refs[block_id] += 1
-            block_ids.append(block_id)
-        return block_ids
+        self.num_free_blocks -= len(block_ids) - num_used_before
 
     def allocate(self, count: int) -> list[int]:
         """Hands out `count` blocks, least recently freed first, and forgets what they held.
@@ -185,15 +180,18 @@ class BlockManager:
         refs, next_, prev = self._ref_counts, self._next, self._prev
         sentinel = self._sentinel
         tail = prev[sentinel]
+        num_kept = 0
         for block_id in reversed(block_table):
-            refs[block_id] -= 1
-            if refs[block_id] == 0:
+            count = refs[block_id] = refs[block_id] - 1
+            if count:
+                num_kept += 1
+            else:
                 next_[tail] = block_id
                 prev[block_id] = tail
                 tail = block_id
-                self.num_free_blocks += 1
         next_[tail] = sentinel
         prev[sentinel] = tail
+        self.num_free_blocks += len(block_table) - num_kept
 
     def publish(
         self, block_id: int, keys: BlockKeys, position: int, parent: CachedPrefix | None
@@ -211,19 +209,15 @@ class BlockManager:
             The content's entry, the parent of the next block.
         """
         content_hash, tokens = keys.hashes[position], keys.packed[position]
-        prefix = self._index.get(content_hash)
-        while prefix is not None and (prefix.parent is not parent or prefix.tokens != tokens):
-            prefix = prefix.next_in_bucket
+        prefix = self._find(content_hash, parent, tokens)
         if prefix is None:
             prefix = CachedPrefix(content_hash, parent, tokens)
-            prefix.next_in_bucket = self._index.get(content_hash)
-            self._index[content_hash] = prefix
+            if self._index.setdefault(content_hash, prefix) is not prefix:
+                self._colliding.setdefault(content_hash, []).append(prefix)
             if parent is not None:
                 parent.num_children += 1
         elif prefix.block_id is not None:
-            if prefix.older_block_ids is None:
-                prefix.older_block_ids = {}
-            prefix.older_block_ids[prefix.block_id] = None
+            self._older.setdefault(prefix, {})[prefix.block_id] = None
         prefix.block_id = block_id
         self._prefix_of[block_id] = prefix
         self.num_cached_blocks += 1
@@ -236,6 +230,8 @@ class BlockManager:
         computed so far, and what it computes on top of that, cannot be published any more.
         """
         self._index.clear()
+        self._colliding.clear()
+        self._older.clear()
         self._prefix_of = [None] * self.num_blocks
         self.num_cached_blocks = 0
 
@@ -280,68 +276,96 @@ class BlockManager:
     def _check_index(self) -> None:
         num_children: dict[int, int] = {}
         holders: dict[int, CachedPrefix] = {}
-        entries = [p for head in self._index.values() for p in _bucket(head)]
+        entries = list(self._index.values())
+        for content_hash, others in self._colliding.items():
+            _require(content_hash in self._index, "contents collide with nothing")
+            _require(bool(others), "an empty list of collisions is kept")
+            entries += others
         for prefix in entries:
             if prefix.parent is not None:
                 key = id(prefix.parent)
                 num_children[key] = num_children.get(key, 0) + 1
-            for block_id in prefix.block_ids():
+            for block_id in self._block_ids(prefix):
                 _require(block_id not in holders, f"block {block_id} holds two contents")
                 holders[block_id] = prefix
         for prefix in entries:
             children = num_children.get(id(prefix), 0)
             _require(prefix.num_children == children, "a prefix miscounts its children")
-            _require(prefix.is_needed, "the index keeps a prefix that nothing needs")
+            _require(self._is_needed(prefix), "the index keeps a prefix that nothing needs")
             _require(
-                prefix.block_id is not None or not (self._keep_copies and prefix.older_block_ids),
+                prefix.block_id is not None or not (self._keep_copies and prefix in self._older),
                 "a prefix that blocks hold cannot be found",
             )
         for block_id, held in enumerate(self._prefix_of):
             _require(holders.get(block_id) is held, f"block {block_id} is filed wrongly")
         _require(len(holders) == self.num_cached_blocks, "num_cached_blocks is wrong")
+        _require(all(self._older.values()), "an empty set of copies is kept")
+
+    def _block_ids(self, prefix: CachedPrefix) -> list[int]:
+        """All blocks that hold a content, oldest first."""
+        older = list(self._older.get(prefix, ()))
+        return older if prefix.block_id is None else [*older, prefix.block_id]
+
+    def _is_needed(self, prefix: CachedPrefix) -> bool:
+        """Whether a block holds the content or an indexed prefix continues it."""
+        return prefix.block_id is not None or prefix.num_children > 0 or prefix in self._older
+
+    def _find(
+        self, content_hash: int, parent: CachedPrefix | None, tokens: bytes
+    ) -> CachedPrefix | None:
+        """The entry of exactly this content, or None."""
+        prefix = self._index.get(content_hash)
+        if prefix is None or (prefix.parent is parent and prefix.tokens == tokens):
+            return prefix
+        for other in self._colliding.get(content_hash, ()):
+            if other.parent is parent and other.tokens == tokens:
+                return other
+        return None
 
     def _forget(self, block_id: int, prefix: CachedPrefix) -> None:
         """Takes a block out of the index, and every entry that nothing needs any more."""
         self._prefix_of[block_id] = None
         self.num_cached_blocks -= 1
-        older = prefix.older_block_ids
-        if prefix.block_id == block_id:
-            prefix.block_id = older.popitem()[0] if older and self._keep_copies else None
-        elif older:
-            del older[block_id]
+        if prefix.block_id != block_id:
+            self._forget_copy(prefix, block_id)
+        elif self._keep_copies and prefix in self._older:
+            prefix.block_id = newest = next(reversed(self._older[prefix]))
+            self._forget_copy(prefix, newest)
+        else:
+            prefix.block_id = None
         node: CachedPrefix | None = prefix
-        while node is not None and not node.is_needed:
+        while node is not None and not self._is_needed(node):
             self._unlink(node)
             node = node.parent
             if node is not None:
                 node.num_children -= 1
 
+    def _forget_copy(self, prefix: CachedPrefix, block_id: int) -> None:
+        older = self._older[prefix]
+        del older[block_id]
+        if not older:
+            del self._older[prefix]
+
     def _unlink(self, prefix: CachedPrefix) -> None:
-        head = self._index[prefix.hash]
-        if head is prefix:
-            if prefix.next_in_bucket is None:
-                del self._index[prefix.hash]
-            else:
-                self._index[prefix.hash] = prefix.next_in_bucket
+        content_hash = prefix.hash
+        others = self._colliding.get(content_hash)
+        if others is None:
+            del self._index[content_hash]
             return
-        while head.next_in_bucket is not prefix:
-            if head.next_in_bucket is None:
-                raise SchedulingError("a prefix is missing from its bucket")
-            head = head.next_in_bucket
-        head.next_in_bucket = prefix.next_in_bucket
+        if self._index[content_hash] is prefix:
+            self._index[content_hash] = others.pop()
+        else:
+            others.remove(prefix)
+        if not others:
+            del self._colliding[content_hash]
 
 
-def _held(prefix: CachedPrefix) -> int:
-    if prefix.block_id is None:
+def _held(prefixes: Iterable[CachedPrefix]) -> list[int]:
+    """The blocks that hits on these prefixes get."""
+    block_ids = [prefix.block_id for prefix in prefixes]
+    if None in block_ids:
         raise SchedulingError("a prefix that no block holds cannot be acquired")
-    return prefix.block_id
-
-
-def _bucket(head: CachedPrefix) -> Iterator[CachedPrefix]:
-    prefix: CachedPrefix | None = head
-    while prefix is not None:
-        yield prefix
-        prefix = prefix.next_in_bucket
+    return cast("list[int]", block_ids)
 
 
 def _require(holds: bool, what: str) -> None:  # noqa: FBT001 - reads as an assertion

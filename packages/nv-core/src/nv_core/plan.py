@@ -7,66 +7,52 @@ simulator, the oracle of `nv_core.testing`) needs nothing else from the schedule
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from nv_core.sequence import Sequence
 
 
-class ScheduledSequence:
+class ScheduledSequence(NamedTuple):
     """One sequence's share of a step.
 
+    A named tuple, since one is made for each sequence and step: making one takes two thirds of
+    the time that an object with `__slots__` takes.
+
     Attributes:
-        seq_id: The sequence.
         sequence: The sequence itself, for its sampling parameters; its counters move on while
             the plan is in flight.
+        seq_id: Its number.
         num_computed_tokens: Tokens in the KV cache before the step; the position of the first
             token that the step computes.
         num_scheduled_tokens: Tokens that the step computes.
         samples: Whether the step reaches the sequence's last token and so yields the next one.
+        num_blocks: Length of the block table.
+        num_known_tokens: Tokens whose ids were known when the step was planned.
+        growing_table: The sequence's own list of block ids, of which the first `num_blocks` are
+            the plan's.
     """
 
-    __slots__ = (
-        "_num_blocks",
-        "_num_known_tokens",
-        "_residence",
-        "_table",
-        "_token_ids",
-        "num_computed_tokens",
-        "num_scheduled_tokens",
-        "samples",
-        "seq_id",
-        "sequence",
-    )
-
-    def __init__(self, sequence: Sequence, num_scheduled_tokens: int, *, samples: bool) -> None:
-        """Records a grant; the sequence's counters must still be those before the step."""
-        self.sequence = sequence
-        self.seq_id = sequence.seq_id
-        self.num_computed_tokens = sequence.num_computed_tokens
-        self.num_scheduled_tokens = num_scheduled_tokens
-        self.samples = samples
-        # Both lists only ever grow at the end while a plan can refer to them (a sequence that
-        # loses its blocks gets a new table), so a length is enough to freeze their content.
-        self._table = sequence.block_table
-        self._num_blocks = len(sequence.block_table)
-        self._token_ids = sequence.token_ids
-        self._num_known_tokens = len(sequence.token_ids)
-        self._residence = sequence._residence
+    # The table, like the tokens, only ever grows at the end while a plan can refer to it (a
+    # sequence that loses its blocks gets a new table), so a length is enough to freeze it. That
+    # it is the very list which the sequence has tells, too, that it did not lose its blocks.
+    sequence: Sequence
+    seq_id: int
+    num_computed_tokens: int
+    num_scheduled_tokens: int
+    samples: bool
+    num_blocks: int
+    num_known_tokens: int
+    growing_table: list[int]
 
     @property
     def block_table(self) -> tuple[int, ...]:
         """Ids of the blocks that hold the sequence's keys and values, in order."""
-        return tuple(self._table[: self._num_blocks])
-
-    @property
-    def num_blocks(self) -> int:
-        """Length of the block table."""
-        return self._num_blocks
+        return tuple(self.growing_table[: self.num_blocks])
 
     def block_ids_from(self, position: int) -> list[int]:
         """The block table from a position on: what a reader of earlier plans does not have yet."""
-        return self._table[position : self._num_blocks]
+        return self.growing_table[position : self.num_blocks]
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -76,8 +62,8 @@ class ScheduledSequence:
         one sampled for it by the plan before.
         """
         start = self.num_computed_tokens
-        stop = min(start + self.num_scheduled_tokens, self._num_known_tokens)
-        return tuple(self._token_ids[start:stop])
+        stop = min(start + self.num_scheduled_tokens, self.num_known_tokens)
+        return tuple(self.sequence.token_ids[start:stop])
 
     def __repr__(self) -> str:
         return (
@@ -96,6 +82,7 @@ class StepPlan:
         step_id: Number of the step, from 0.
         sequences: The batch, in the order in which the policy granted it. Empty when planning
             only took blocks away: there is nothing to run, but the plan is committed all the same.
+        sampled_seq_ids: Ids of the sequences that the step yields a token for, in batch order.
         preempted: Ids of the sequences that lost their blocks while it was planned.
         released: Ids of all sequences that lost their blocks since the plan before, ended ones
             included. Whoever keeps state for a sequence drops it before the plan runs.
@@ -107,6 +94,7 @@ class StepPlan:
 
     step_id: int
     sequences: tuple[ScheduledSequence, ...]
+    sampled_seq_ids: tuple[int, ...]
     preempted: tuple[int, ...]
     released: tuple[int, ...]
     num_scheduled_tokens: int

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from itertools import chain
 from typing import Protocol, runtime_checkable
 
 from nv_core.errors import ConfigError
@@ -40,17 +41,14 @@ class PrefillFirst:
             self._schedule_decodes(step)
 
     def _schedule_prompts(self, step: Step) -> None:
-        partial = [seq for seq in step.running if seq.is_prefilling]
-        for seq in [*partial, *step.waiting]:
+        for seq in chain(step.prefilling, list(step.waiting)):
             if step.has_grants and step.uncached_tokens(seq) > step.budget:
                 break
             if not step.take(seq, reserve=len(seq.token_ids)):
                 break
 
     def _schedule_decodes(self, step: Step) -> None:
-        running = deque(step.running)
-        while running:
-            take_or_preempt(step, running.popleft(), victims=running, exceed_budget=True)
+        take_all_or_preempt(step, list(step.running), exceed_budget=True)
 
 
 class Mixed:
@@ -64,14 +62,25 @@ class Mixed:
 
     def schedule(self, step: Step) -> None:
         """Plans one step."""
-        decodes = [seq for seq in step.running if not seq.is_prefilling]
-        prompts = [seq for seq in step.running if seq.is_prefilling]
-        running = deque(decodes + prompts)
-        while running:
-            take_or_preempt(step, running.popleft(), victims=running)
+        take_all_or_preempt(step, step.decoding + step.prefilling)
         while seq := step.waiting.first():
             if not step.take(seq, reserve=len(seq.token_ids)):
                 break
+
+
+def take_all_or_preempt(
+    step: Step, sequences: list[Sequence], *, exceed_budget: bool = False
+) -> None:
+    """Takes running sequences in order; the last make room for the first.
+
+    Args:
+        step: The step.
+        sequences: Running sequences, the last to be preempted first.
+        exceed_budget: See `Step.take`.
+    """
+    rest = deque(step.take_all(sequences, exceed_budget=exceed_budget))
+    while rest:
+        take_or_preempt(step, rest.popleft(), victims=rest, exceed_budget=exceed_budget)
 
 
 def take_or_preempt(

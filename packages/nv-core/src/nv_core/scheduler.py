@@ -33,7 +33,7 @@ from nv_core.policies import make_policy
 from nv_core.prefix_cache_stats import PrefixCacheStats
 from nv_core.prompt import check_prompt
 from nv_core.sampling_params import SamplingParams
-from nv_core.sequence import FinishReason, Sequence, SequenceStatus, WaitReason
+from nv_core.sequence import NEVER, FinishReason, Sequence, SequenceStatus, WaitReason
 from nv_core.step import Step
 
 
@@ -148,9 +148,7 @@ class Scheduler:
         limit = self._max_total_tokens
         if params.max_tokens is not None:
             limit = min(limit, len(tokens) + params.max_tokens)
-        stop_token_ids = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            stop_token_ids |= self._eos_token_ids
+        stop_token_ids = self._stop_token_ids(params)
         seq = Sequence(
             self._next_seq_id,
             tokens,
@@ -212,24 +210,30 @@ class Scheduler:
             SchedulingError: The plan is not the oldest in flight, or `token_ids` does not hold
                 exactly the tokens that it yields; nothing is changed.
         """
-        self._check_commit(plan, token_ids)
+        tokens = self._tokens_of(plan, token_ids)
         self._in_flight.popleft()
         sampled: list[Sequence] = []
         finished: list[Sequence] = []
-        for entry in plan.sequences:
+        for entry, token_id in zip(plan.sequences, tokens, strict=False):
             seq = entry.sequence
             if seq.finish_reason is not None:
                 continue
-            if entry.samples:
-                token_id = token_ids[entry.seq_id]
-                seq.num_pending_tokens -= 1
-                seq.token_ids.append(token_id)
-                sampled.append(seq)
-            if entry._residence == seq._residence:
+            if token_id is None:
                 self._publish(seq, entry)
-            if entry.samples and (reason := self._reason_to_finish(seq, token_id)):
-                self._finish(seq, reason)
-                finished.append(seq)
+                continue
+            known = seq.token_ids
+            known.append(token_id)
+            seq.num_pending_tokens -= 1
+            sampled.append(seq)
+            num_tokens = len(known)
+            # Nothing below is called for most tokens: they neither fill a block nor end anything.
+            if num_tokens > seq._publish_at:
+                self._publish(seq, entry)
+            if token_id in seq.stop_token_ids or num_tokens >= seq.max_total_tokens:
+                reason = self._reason_to_finish(seq, token_id)
+                if reason is not None:
+                    self._finish(seq, reason)
+                    finished.append(seq)
         return StepEvents(tuple(sampled), tuple(finished))
 
     def abort(self, seq_id: int) -> Sequence | None:
@@ -270,6 +274,7 @@ class Scheduler:
         for seq in self._step.running:
             seq.prefixes = []
             seq._publishes = False
+            seq._publish_at = NEVER
 
     @property
     def has_unfinished(self) -> bool:
@@ -394,35 +399,48 @@ class Scheduler:
             f"sequence {first.seq_id} waits: {self._wait_reason(first)}"
         )
 
-    def _check_commit(self, plan: StepPlan, token_ids: Mapping[int, int]) -> None:
+    def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
+        if params.ignore_eos:
+            return frozenset(params.stop_token_ids)
+        if params.stop_token_ids:
+            return self._eos_token_ids.union(params.stop_token_ids)
+        # Most requests share one set, which then stays in the processor's cache.
+        return self._eos_token_ids
+
+    def _tokens_of(self, plan: StepPlan, token_ids: Mapping[int, int]) -> list[int | None]:
+        """Returns the token of each entry, None for one that yields none; changes nothing."""
         if not self._in_flight or self._in_flight[0] is not plan:
             raise SchedulingError(
                 f"plan {plan.step_id} is not the oldest plan in flight; commit every plan once, "
                 "in the order in which they were made"
             )
-        expected = [entry.seq_id for entry in plan.sequences if entry.samples]
-        if len(expected) != len(token_ids) or not all(i in token_ids for i in expected):
+        expected = plan.sampled_seq_ids
+        tokens: list[int | None] = list(map(token_ids.get, expected))
+        if len(expected) != len(token_ids) or None in tokens:
             raise SchedulingError(
-                f"plan {plan.step_id} yields tokens for the sequences {expected}, "
+                f"plan {plan.step_id} yields tokens for the sequences {list(expected)}, "
                 f"got tokens for {list(token_ids)}"
             )
+        if len(tokens) < len(plan.sequences):
+            return [token_ids.get(entry.seq_id) for entry in plan.sequences]
+        return tokens
 
     def _publish(self, seq: Sequence, entry: ScheduledSequence) -> None:
         """Files the blocks that the entry has filled; their tokens are all known by now."""
-        if not seq._publishes:
+        num_computed = entry.num_computed_tokens + entry.num_scheduled_tokens
+        # A plan that was made before the sequence lost its blocks says nothing of those it has.
+        if num_computed < seq._publish_at or entry.growing_table is not seq.block_table:
             return
+        block_size = self.config.block_size
         prefixes = seq.prefixes
-        num_full = (
-            entry.num_computed_tokens + entry.num_scheduled_tokens
-        ) // self.config.block_size
-        if num_full <= len(prefixes):
-            return
+        num_full = num_computed // block_size
         if num_full > len(seq.keys.hashes):
             seq.keys.extend(seq.token_ids)
         for position in range(len(prefixes), num_full):
             parent = prefixes[-1] if prefixes else None
             block_id = seq.block_table[position]
             prefixes.append(self._blocks.publish(block_id, seq.keys, position, parent))
+        seq._publish_at = (num_full + 1) * block_size
 
     def _reason_to_finish(self, seq: Sequence, token_id: int) -> FinishReason | None:
         if (

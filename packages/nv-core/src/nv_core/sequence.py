@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from nv_core.sampling_params import SamplingParams
 
 
+NEVER = 2**62
+"""More tokens than any sequence will have."""
+
+
 class FinishReason(str, enum.Enum):
     """Why a sequence ended; compares equal to its own text."""
 
@@ -99,9 +103,9 @@ class Sequence:
 
     __slots__ = (
         "_hits_counted",
+        "_publish_at",
         "_publishes",
         "_refused_in_step",
-        "_residence",
         "_step",
         "arrival_time",
         "block_table",
@@ -181,13 +185,12 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | None = None
         self.wait_reason: WaitReason | None = WaitReason.NOT_CONSIDERED
-        # Counts how often it lost or got its blocks: a plan made in another residence must not
-        # publish blocks that are no longer this sequence's.
-        self._residence = 0
         # Whether the statistics have seen it.
         self._hits_counted = False
         # Whether blocks that it fills in this residence may enter the prefix cache.
         self._publishes = False
+        # How many tokens must be computed before there is another block to publish.
+        self._publish_at = NEVER
         # The last step that granted it tokens or preempted it, and the last that refused it.
         self._step = -1
         self._refused_in_step = -1

@@ -8,14 +8,14 @@ cannot corrupt.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from operator import index
 
 from nv_core.block_manager import BlockManager, CachedPrefix
 from nv_core.errors import SchedulingError
 from nv_core.plan import ScheduledSequence, StepPlan
 from nv_core.prefix_cache_stats import PrefixCacheStats
-from nv_core.sequence import Sequence, SequenceStatus, WaitReason
+from nv_core.sequence import NEVER, Sequence, SequenceStatus, WaitReason
 
 
 class WaitingQueue:
@@ -100,6 +100,7 @@ class Step:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._enable_prefix_caching = enable_prefix_caching
         self._running: dict[int, Sequence] = {}
+        self._prefilling: dict[int, Sequence] = {}
         self._grants: dict[int, ScheduledSequence] = {}
         self._admitted: list[Sequence] = []
         self._preempted: list[int] = []
@@ -119,9 +120,13 @@ class Step:
 
     def finish(self) -> StepPlan:
         """Ends the step and returns what was granted; for the scheduler."""
+        sampled: Iterable[int] = self._grants
+        if self._prefilling:
+            sampled = [entry.seq_id for entry in self._grants.values() if entry.samples]
         plan = StepPlan(
             step_id=self.step_id,
             sequences=tuple(self._grants.values()),
+            sampled_seq_ids=tuple(sampled),
             preempted=tuple(self._preempted),
             released=tuple(self._released),
             num_scheduled_tokens=self._max_num_batched_tokens - self.budget,
@@ -145,6 +150,7 @@ class Step:
             seq.num_computed_tokens = grant.num_computed_tokens
             seq.num_pending_tokens -= grant.samples
             seq._step = -1
+            self._note_progress(seq)
         for seq in reversed(self._admitted):
             if seq.seq_id in self._grants:
                 self.vacate(seq)
@@ -162,6 +168,20 @@ class Step:
         over it must not change it.
         """
         return self._running.values()
+
+    @property
+    def prefilling(self) -> list[Sequence]:
+        """Running sequences with prompt tokens left to compute, in admission order (a copy)."""
+        if not self._prefilling:
+            return []
+        return [seq for seq in self._running.values() if seq.seq_id in self._prefilling]
+
+    @property
+    def decoding(self) -> list[Sequence]:
+        """All other running sequences, in admission order (a copy)."""
+        if not self._prefilling:
+            return list(self._running.values())
+        return [seq for seq in self._running.values() if seq.seq_id not in self._prefilling]
 
     @property
     def free_blocks(self) -> int:
@@ -231,6 +251,58 @@ class Step:
         if seq.status is SequenceStatus.WAITING:
             return self._admit(seq, n, reserve)
         return 0
+
+    def take_all(
+        self, sequences: Iterable[Sequence], *, exceed_budget: bool = False
+    ) -> list[Sequence]:
+        """Grants running sequences all their tokens, up to the first that lacks a block.
+
+        The same as `take` for each of them in turn, and there for speed: a decode that needs
+        nothing special costs 0.4 us here and 1.2 us through `take`, and nearly all are of that
+        kind.
+
+        Args:
+            sequences: Sequences of this scheduler; a copy, not a view of its queues.
+            exceed_budget: See `take`.
+
+        Returns:
+            The sequences that are not dealt with, in order; empty if none lacked a block. The
+            first of them was refused for `WaitReason.BLOCKS`, the others were not looked at.
+            Those that were refused for other reasons are passed over.
+        """
+        make_tuple, step_id, grants = tuple.__new__, self.step_id, self._grants
+        block_size, budget = self._blocks.block_size, self.budget
+        remaining = iter(sequences)
+        for seq in remaining:
+            computed = seq.num_computed_tokens
+            pending = seq.num_pending_tokens
+            num_known = len(seq.token_ids)
+            total = num_known + pending
+            table = seq.block_table
+            if (
+                total - computed != 1
+                or total >= seq.max_total_tokens
+                or seq._step == step_id
+                or budget <= 0
+                or (computed >= len(table) * block_size and not self._append_block(table))
+            ):
+                self.budget = budget
+                granted = self.take(seq, exceed_budget=exceed_budget)
+                if not granted and seq.wait_reason is WaitReason.BLOCKS:
+                    return [seq, *remaining]
+                budget = self.budget
+                continue
+            seq_id = seq.seq_id
+            grants[seq_id] = make_tuple(
+                ScheduledSequence, (seq, seq_id, computed, 1, True, len(table), num_known, table)
+            )
+            seq.num_computed_tokens = total
+            seq.num_pending_tokens = pending + 1
+            seq._step = step_id
+            seq.wait_reason = None
+            budget -= 1
+        self.budget = budget
+        return []
 
     def preempt(self, seq: Sequence) -> None:
         """Takes a running sequence's blocks away and puts it at the front of the queue.
@@ -307,7 +379,10 @@ class Step:
         count = min(total - computed, self.budget)
         if n is not None:
             count = min(count, index(n))
-        room = (blocks.num_free_blocks - blocks.num_blocks_taken_by(hits)) * block_size
+        # All hits may be free blocks, and counting them takes longer than to assume it.
+        room = (blocks.num_free_blocks - len(hits)) * block_size
+        if room < max(count, reserve - computed):
+            room = (blocks.num_free_blocks - blocks.num_blocks_taken_by(hits)) * block_size
         if room <= 0 or room < reserve - computed:
             return self._refuse(seq, WaitReason.BLOCKS)
         count = min(count, room)
@@ -324,7 +399,7 @@ class Step:
         if not seq._hits_counted:
             self._count_hits(seq, computed)
         seq._publishes = self._enable_prefix_caching
-        seq._residence += 1
+        seq._publish_at = computed + block_size if seq._publishes else NEVER
         seq.status = SequenceStatus.RUNNING
         self._running[seq.seq_id] = seq
         self._admitted.append(seq)
@@ -332,13 +407,36 @@ class Step:
         return self._grant(seq, count, computed + count == total)
 
     def _grant(self, seq: Sequence, count: int, samples: bool) -> int:  # noqa: FBT001 - hot path
-        self._grants[seq.seq_id] = ScheduledSequence(seq, count, samples=samples)
+        self._grants[seq.seq_id] = ScheduledSequence(
+            seq,
+            seq.seq_id,
+            seq.num_computed_tokens,
+            count,
+            samples,
+            num_blocks=len(seq.block_table),
+            num_known_tokens=len(seq.token_ids),
+            growing_table=seq.block_table,
+        )
         seq.num_computed_tokens += count
+        self._note_progress(seq)
         seq.num_pending_tokens += samples
         seq._step = self.step_id
         seq.wait_reason = None
         self.budget -= count
         return count
+
+    def _append_block(self, table: list[int]) -> bool:
+        """Appends a block to a running sequence's table, if there is one."""
+        if not table or not self._blocks.num_free_blocks:
+            return False
+        table += self._blocks.allocate(1)
+        return True
+
+    def _note_progress(self, seq: Sequence) -> None:
+        if seq.is_prefilling:
+            self._prefilling[seq.seq_id] = seq
+        else:
+            self._prefilling.pop(seq.seq_id, None)
 
     def _refuse(self, seq: Sequence, reason: WaitReason) -> int:
         seq.wait_reason = reason
@@ -368,6 +466,7 @@ class Step:
     def vacate(self, seq: Sequence) -> None:
         """Takes a running sequence out of the batch and its blocks back; for the scheduler."""
         del self._running[seq.seq_id]
+        self._prefilling.pop(seq.seq_id, None)
         self._released.append(seq.seq_id)
         self._blocks.release(seq.block_table)
         # A new list, since plans in flight still refer to the old one.
@@ -375,5 +474,5 @@ class Step:
         seq.prefixes = []
         seq.num_computed_tokens = 0
         seq.num_prefill_tokens = 0
-        seq._residence += 1
+        seq._publish_at = NEVER
         self.slots += 1
