@@ -122,3 +122,21 @@ def test_frozen() -> None:
     params = SamplingParams()
     with pytest.raises(dataclasses.FrozenInstanceError):
         params.top_k = 5  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("stop", "expected"), [(None, ()), ("END", ("END",)), (["a", "b"], ("a", "b")), ([], ())]
+)
+def test_stop_texts_in_every_form(stop: Any, expected: tuple[str, ...]) -> None:  # noqa: ANN401
+    assert SamplingParams(stop=stop).stop == expected
+
+
+@pytest.mark.parametrize("stop", ["", ["a", ""], [1], 3, b"END"])
+def test_bad_stop_texts_are_refused(stop: Any) -> None:  # noqa: ANN401 - that is the point
+    with pytest.raises(RequestError, match="stop must"):
+        SamplingParams(stop=stop)
+
+
+def test_stop_texts_need_text() -> None:
+    with pytest.raises(RequestError, match="leave detokenize=True"):
+        SamplingParams(stop="END", detokenize=False)

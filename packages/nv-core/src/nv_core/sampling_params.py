@@ -36,6 +36,9 @@ class SamplingParams:
             lets the engine choose one.
         ignore_eos: Goes on past the model's end-of-sequence tokens.
         stop_token_ids: Further token ids that end the request; the token stays in the output.
+        stop: A text or texts that end the request as soon as the output text holds one; the text
+            is cut before it, its tokens stay in the output.
+        include_stop_str_in_output: Leaves the stop text that was met in the output text.
         skip_special_tokens: Leaves special tokens out of the output text.
         detokenize: Makes output text at all.
 
@@ -54,6 +57,8 @@ class SamplingParams:
     seed: int | None = None
     ignore_eos: bool = False
     stop_token_ids: Sequence[int] = ()
+    stop: str | Sequence[str] = ()
+    include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
 
@@ -66,8 +71,9 @@ class SamplingParams:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        """Checks every field; turns `stop_token_ids` into a tuple and seed -1 into None."""
+        """Checks every field; turns lists into tuples, and -1 into what it stands for."""
         object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
+        object.__setattr__(self, "stop", _stop_texts(self.stop))
         if self.seed == -1:
             object.__setattr__(self, "seed", None)
         if self.top_k == -1:
@@ -87,9 +93,19 @@ class SamplingParams:
                     f"min_tokens={self.min_tokens} is greater than max_tokens={self.max_tokens}; "
                     "lower min_tokens or raise max_tokens"
                 )
-        for name in ("ignore_eos", "skip_special_tokens", "detokenize"):
+        for name in (
+            "ignore_eos",
+            "include_stop_str_in_output",
+            "skip_special_tokens",
+            "detokenize",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be a bool, got {getattr(self, name)!r}")
+        if self.stop and not self.detokenize:
+            raise RequestError(
+                f"stop={self.stop!r} needs the output text; leave detokenize=True, or use "
+                "stop_token_ids"
+            )
 
     @property
     def is_greedy(self) -> bool:
@@ -110,6 +126,18 @@ def _token_ids(value: Iterable[int] | None) -> tuple[int, ...]:
     for token_id in ids:
         _check_integer("stop_token_ids", token_id, minimum=0)
     return ids
+
+
+def _stop_texts(value: str | Iterable[str] | None) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, bytes) or not isinstance(value, Iterable):
+        raise RequestError(f"stop must be a text or a list of texts, got {value!r}")
+    texts = (value,) if isinstance(value, str) else tuple(value)
+    for text in texts:
+        if not isinstance(text, str) or not text:
+            raise RequestError(f"stop must hold texts of at least one character, got {text!r}")
+    return texts
 
 
 def _check_number(
