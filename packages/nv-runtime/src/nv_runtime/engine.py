@@ -160,6 +160,8 @@ class Engine:
 
     def _note_progress(self, seq_id: int, *, sampled: bool = True) -> Request:
         request = self._requests[seq_id]
+        if sampled and request.meets_stop_text():
+            self.scheduler.finish(seq_id, FinishReason.STOP)
         request.note_progress(now(), sampled=sampled)
         if request.is_finished:
             del self._requests[seq_id]

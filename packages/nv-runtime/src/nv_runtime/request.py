@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import time
 
-from nv_core import Sequence
+from nv_core import FinishReason, Sequence
 from nv_runtime.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from nv_runtime.stop_strings import StopMatch, StopStrings
 from nv_runtime.tokenizer import Tokenizer
 
 
@@ -39,6 +40,8 @@ class Request:
             arrival_time: When the request came, in seconds of `time.monotonic`.
         """
         params = sequence.sampling_params
+        self._stops = StopStrings(params.stop) if params.stop else None
+        self._stop_match: StopMatch | None = None
         self.request_id = sequence.request_id
         self.sequence = sequence
         self.metrics = RequestMetrics(arrival_time=arrival_time)
@@ -71,24 +74,37 @@ class Request:
             metrics.finished_time = now
         self.has_news = True
 
+    def meets_stop_text(self) -> bool:
+        """Decodes what is new and says whether the text holds a stop text now.
+
+        Requests without stop texts are not decoded here. A stop text counts only from
+        `min_tokens` on, and beats every other reason to end with the same token.
+        """
+        if self._stops is None or self._stop_match is not None:
+            return False
+        num_searched = len(self._text)
+        self._decode()
+        if self.sequence.num_output_tokens < self.sequence.sampling_params.min_tokens:
+            return False
+        self._stop_match = self._stops.find(self._text, num_searched=num_searched)
+        return self._stop_match is not None
+
     def take_output(self) -> RequestOutput:
         """Returns the answer so far; text is decoded only now, so that nobody waits for it."""
         self.has_news = False
         seq = self.sequence
         self.metrics.num_preemptions = seq.num_preemptions
-        if self._decoder is not None:
-            self._text += self._decoder.push(seq.token_ids[self._num_decoded :])
-            self._num_decoded = seq.num_tokens
-            if self.is_finished:
-                self._text += self._decoder.finish()
-                self._decoder = None
+        self._decode()
         finish_reason = seq.finish_reason
+        stop_reason: int | str | None = seq.stop_reason
+        if self._stop_match is not None:
+            finish_reason, stop_reason = FinishReason.STOP, self._stop_match.stop
         completion = CompletionOutput(
             index=0,
-            text=self._text,
+            text=self._visible_text(),
             token_ids=seq.output_token_ids,
             finish_reason=None if finish_reason is None else finish_reason.value,
-            stop_reason=seq.stop_reason,
+            stop_reason=stop_reason,
         )
         return RequestOutput(
             request_id=self.request_id,
@@ -99,6 +115,23 @@ class Request:
             num_cached_tokens=seq.num_cached_tokens,
             metrics=self.metrics,
         )
+
+    def _decode(self) -> None:
+        if self._decoder is None:
+            return
+        self._text += self._decoder.push(self.sequence.token_ids[self._num_decoded :])
+        self._num_decoded = self.sequence.num_tokens
+        if self.is_finished:
+            self._text += self._decoder.finish()
+            self._decoder = None
+
+    def _visible_text(self) -> str:
+        if self._stop_match is not None:
+            includes = self.sequence.sampling_params.include_stop_str_in_output
+            return self._text[: self._stop_match.end if includes else self._stop_match.start]
+        if self._stops is None or self.is_finished:
+            return self._text
+        return self._text[: len(self._text) - self._stops.num_held_back(self._text)]
 
 
 def now() -> float:

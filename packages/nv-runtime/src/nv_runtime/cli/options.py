@@ -147,6 +147,12 @@ SAMPLING_FLAGS = (
     Flag("min_tokens", "Fewest tokens to generate.", int),
     Flag("ignore_eos", "Go on past the model's end token.", is_switch=True),
     Flag("stop_token_ids", "Further token id that ends the text.", int, is_repeatable=True),
+    Flag("stop", "Text that ends the answer, and is cut off.", is_repeatable=True),
+    Flag(
+        "include_stop_str_in_output",
+        "Do not cut off the stop text.",
+        is_switch=True,
+    ),
     Flag("skip_special_tokens", "Leave special tokens out of the text.", is_switch=True),
 )
 
