@@ -573,8 +573,8 @@ def _combine_kernel(
     if owns_padding:
         is_padding = (seq >= tl.load(cu_seqlens_q_ptr + num_seqs)) & (seq < num_tokens)
         zeros = tl.zeros([block_d], output_ptr.dtype.element_ty)
-        place = output_ptr + (seq * num_heads + head) * head_dim
-        tl.store(place + d, zeros, mask=d < tl.where(is_padding, head_dim, 0))
+        padding_ptr = output_ptr + (seq * num_heads + head) * head_dim
+        tl.store(padding_ptr + d, zeros, mask=d < tl.where(is_padding, head_dim, 0))
     known_seq = tl.minimum(seq, num_seqs - 1)
     token = tl.load(cu_seqlens_q_ptr + known_seq)
     query_len = tl.load(cu_seqlens_q_ptr + known_seq + 1) - token
