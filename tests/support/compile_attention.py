@@ -1,0 +1,75 @@
+"""Compiles the attention kernels for a Hopper GPU where there is none; run as a script.
+
+Launches are real, up to the point where a GPU would be needed: there each kernel is compiled with
+the very arguments of the launch. The interpreter, which runs the kernels on a CPU, takes much that
+the compiler refuses, such as a name with two types.
+"""
+
+from __future__ import annotations
+
+import sys
+from unittest import mock
+
+import torch
+from triton import compile as triton_compile  # type: ignore[import-untyped]
+from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
+from triton.compiler import ASTSource  # type: ignore[import-untyped]
+from triton.runtime.jit import JITFunction  # type: ignore[import-untyped]
+
+from nv_kernels import AttentionMetadata, LayerKVCache
+from nv_kernels.triton import attention, decode_attention
+
+HOPPER = GPUTarget("cuda", 90, 32)
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
+DTYPES = {torch.bfloat16: "bf16", torch.int32: "i32", torch.float32: "fp32"}
+
+
+def compile_launch(
+    kernel: JITFunction, *args: object, grid: object, warmup: bool, **kwargs: object
+) -> None:
+    """Stands in for `JITFunction.run`."""
+    options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
+    values = {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}
+    signature: dict[str, str] = {}
+    constants: dict[str, object] = {}
+    attributes: dict[tuple[int], list[list[str | int]]] = {}
+    for param in kernel.params:
+        value = values[param.name]
+        if param.is_constexpr:
+            signature[param.name], constants[param.name] = "constexpr", value
+        elif isinstance(value, float):
+            signature[param.name] = "fp32"
+        else:
+            if isinstance(value, torch.Tensor):
+                signature[param.name] = f"*{DTYPES[value.dtype]}"
+                is_aligned = True
+            else:
+                signature[param.name] = "i32"
+                is_aligned = isinstance(value, int) and value % 16 == 0
+            if is_aligned and not param.do_not_specialize:
+                attributes[(param.num,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    compiled = triton_compile(source, target=HOPPER, options=options)
+    sys.stdout.write(f"{kernel.fn.__name__} {compiled.metadata.shared}\n")
+
+
+def attend(query_lens: list[int], context_lens: list[int], head_dim: int, block_size: int) -> None:
+    width = -(-max(context_lens) // block_size)
+    tables = [[seq * width + block for block in range(width)] for seq in range(len(query_lens))]
+    metadata = AttentionMetadata.from_lists(query_lens, context_lens, tables, block_size=block_size)
+    num_blocks = len(query_lens) * width
+    cache = torch.zeros(2, num_blocks, 2, block_size, head_dim, dtype=torch.bfloat16)
+    query = torch.zeros(sum(query_lens), 4, head_dim, dtype=torch.bfloat16)
+    kv_cache = LayerKVCache(*(half.transpose(1, 2) for half in cache))
+    attention.paged_attention(query, kv_cache, metadata, scale=0.1)
+
+
+def main() -> None:
+    JITFunction.run = compile_launch
+    with mock.patch.object(decode_attention, "supports_dependent_launch", return_value=True):
+        attend([1], [300], 128, 64)  # split, combine
+        attend([1, 1, 1, 9], [300, 5, 1, 9], 80, 16)  # direct, prompts
+
+
+if __name__ == "__main__":
+    main()
