@@ -20,6 +20,12 @@ def keys_of(*blocks: str, collide: bool = False) -> BlockKeys:
     return keys
 
 
+def acquire(blocks: BlockManager, prefixes: list[CachedPrefix]) -> list[int]:
+    block_ids = blocks.held(prefixes)
+    blocks.share(block_ids)
+    return block_ids
+
+
 class Holder:
     """A sequence as the block manager knows one: a table, and what of it is published."""
 
@@ -27,7 +33,7 @@ class Holder:
         self.blocks = blocks
         self.prefixes: list[CachedPrefix] = blocks.match(keys, len(keys.hashes))
         self.num_hits = len(self.prefixes)
-        self.table = blocks.acquire(self.prefixes)
+        self.table = acquire(blocks, self.prefixes)
         self.table += blocks.allocate(len(keys.hashes) - self.num_hits)
         for position in range(self.num_hits, len(keys.hashes)):
             parent = self.prefixes[-1] if self.prefixes else None
@@ -124,9 +130,10 @@ def test_taking_hits_counts_only_free_blocks() -> None:
     blocks = BlockManager(4, BLOCK_SIZE)
     Holder(blocks, keys_of("a", "b")).release()
     prefixes = blocks.match(keys_of("a", "b"), 2)
-    assert blocks.num_blocks_taken_by(prefixes) == 2
-    blocks.acquire(prefixes[:1])
-    assert blocks.num_blocks_taken_by(prefixes) == 1
+    block_ids = blocks.held(prefixes)
+    assert blocks.num_free_among(block_ids) == 2
+    blocks.share(block_ids[:1])
+    assert blocks.num_free_among(block_ids) == 1
 
 
 def test_reused_block_is_forgotten() -> None:
@@ -149,7 +156,7 @@ def test_lost_parent_that_is_computed_again_finds_its_children() -> None:
     parent.release()
     child.release()
     # The child is freed first, so keep it and reuse the parent's block.
-    kept = blocks.acquire(blocks.match(keys_of("a", "b"), 2)[1:])
+    kept = acquire(blocks, blocks.match(keys_of("a", "b"), 2)[1:])
     blocks.allocate(2)
     assert hits(blocks, "a", "b") == []
     blocks.check_invariants([kept, [0], [2]])
@@ -288,7 +295,7 @@ def test_acquiring_content_that_is_gone_is_an_error() -> None:
     holder.release()
     blocks.allocate(1)
     with pytest.raises(SchedulingError, match="no block holds"):
-        blocks.acquire(holder.prefixes)
+        blocks.held(holder.prefixes)
 
 
 def test_long_chain_goes_without_recursion() -> None:

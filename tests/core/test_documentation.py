@@ -38,8 +38,9 @@ def test_readme_names_every_file() -> None:
     package = README.parent / "src" / "nv_core"
     text = README.read_text("utf-8")
     internal = {"__init__.py", "errors.py", "keywords.py"}
-    for path in package.glob("*.py"):
-        assert path.name in internal or f"\n  {path.name} " in text
+    for path in package.rglob("*.py"):
+        indent = "  " * len(path.relative_to(package).parts)
+        assert path.name in internal or f"\n{indent}{path.name} " in text
 
 
 def test_example_prints_two_schedules() -> None:

@@ -59,11 +59,16 @@ class Device:
             sequences=entries,  # type: ignore[arg-type]
             sampled_seq_ids=tuple(entry.seq_id for entry in entries if entry.samples),
             preempted=preempted,
+            dropped=(),
             released=preempted,
+            token_budget=100,
             num_scheduled_tokens=sum(entry.num_scheduled_tokens for entry in entries),
+            num_hit_tokens=0,
             num_waiting=0,
             num_running=len(entries),
+            num_used_blocks=4,
             num_free_blocks=0,
+            num_cached_blocks=0,
         )
         self.num_steps += 1
         return self.oracle.execute(plan)

@@ -121,9 +121,11 @@ class BlockManagerMachine(RuleBasedStateMachine):
         expected = self.model.match(content[:max_hits])
         assert [prefix.block_id for prefix in hits] == expected
         num_taken = sum(self.model.refs[b] == 0 for b in expected)
-        assert self.blocks.num_blocks_taken_by(hits) == num_taken
+        block_ids = self.blocks.held(hits)
+        assert self.blocks.num_free_among(block_ids) == num_taken
 
-        table = self.blocks.acquire(hits)
+        self.blocks.share(block_ids)
+        table = block_ids
         assert table == expected
         self.model.acquire(expected)
         count = min(len(content) - len(hits), self.blocks.num_free_blocks)

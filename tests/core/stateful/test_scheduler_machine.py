@@ -1,13 +1,15 @@
 """Random lives of a scheduler: whatever happens, every request gets what it would get alone.
 
 One machine drives a scheduler and its twin, whose hash function always collides, through random
-requests, aborts, stops, cache resets and plans in flight, under shipped policies and under one
-that asks for nonsense. The oracle executes the plans late and in order.
+requests with one to four answers, aborts, stops, cache resets and plans in flight, under every
+shipped policy, with and without its options, and under one that asks for nonsense. The oracle
+executes the plans late and in order.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,15 +29,18 @@ from nv_core import (
     FinishReason,
     Mixed,
     Policy,
+    Priority,
     RequestError,
     SamplingParams,
     Scheduler,
     SchedulerConfig,
     SchedulingError,
     Sequence,
+    SkipAhead,
     Step,
     StepPlan,
 )
+from nv_core.policies import SHIPPED_POLICIES
 from nv_core.testing import KVOracle, reference_tokens
 
 VOCAB_SIZE = 12
@@ -66,16 +71,24 @@ class Hostile:
             candidates = alive if alive and self.random.random() < 0.9 else self.known
             if candidates:
                 self.act(step, self.random.choice(candidates))
+        if step.has_grants and self.random.random() < 0.3:
+            step.preempt(self.random.choice(list(step.grants)).sequence)
 
     def act(self, step: Step, seq: Sequence) -> None:
         rng = self.random
-        action = rng.randrange(50)
+        action = rng.randrange(53)
         if action == 0:
             raise PolicyBugError
         if action == 1:
             # It may be refused before the argument is looked at.
             with contextlib.suppress(TypeError):
                 assert step.take(seq, 1.5) == 0  # type: ignore[arg-type]
+        elif action == 50:
+            if seq.is_finished:
+                with pytest.raises(SchedulingError, match="unfinished"):
+                    step.drop(seq, "no")
+            else:
+                step.drop(seq, "no")
         elif action <= 10:
             try:
                 step.preempt(seq)
@@ -84,10 +97,25 @@ class Hostile:
         else:
             n = rng.choice([None, None, None, -3, 0, 1, 2, 5, 10**9])
             reserve = rng.choice([0, 0, 0, -5, len(seq.token_ids), len(seq.token_ids) + 9, 10**9])
-            granted = step.take(seq, n, reserve=reserve, exceed_budget=rng.random() < 0.2)
+            keep_free = rng.choice([0, 0, 0, -2, 1, 3, 10**9])
+            after = rng.sample(list(step.running), min(len(step.running), rng.randrange(3)))
+            assert isinstance(step.fits(seq, after=after, keep_free=keep_free), bool)
+            will_run = self.must_be_granted(step, seq)
+            if will_run:
+                n, reserve, keep_free = None, len(seq.token_ids), 0
+            granted = step.take(
+                seq, n, reserve=reserve, keep_free=keep_free, exceed_budget=rng.random() < 0.2
+            )
+            assert granted or not will_run
             assert granted >= 0
             assert n is None or granted <= max(0, n)
             assert granted > 0 or seq.is_finished or seq.status.value in ("waiting", "running")
+
+    def must_be_granted(self, step: Step, seq: Sequence) -> bool:
+        """Whether `fits` promises that taking all of a waiting sequence will succeed."""
+        if seq.status.value != "waiting" or seq.seq_id in step.preempted:
+            return False
+        return seq._family is None and step.budget > 0 and step.slots > 0 and step.fits(seq)
 
 
 @dataclass
@@ -101,10 +129,18 @@ class Request:
 
 
 POLICIES: dict[str, Callable[[int], str | Policy]] = {
-    "mixed": lambda _seed: "mixed",
-    "prefill_first": lambda _seed: "prefill_first",
     "hostile": Hostile,
+    "mixed with options": lambda seed: Mixed(
+        max_chunk_tokens=1 + seed % 7,
+        max_partial_prompts=1 + seed % 3,
+        whole_prompts=seed % 2 == 0,
+        watermark=(seed % 4) / 5,
+        cooldown_steps=seed % 5,
+    ),
+    "preemptive": lambda seed: Priority(preemptive=True, ageing=1 + seed % 9, watermark=0.2),
+    "impatient": lambda seed: SkipAhead(patience=seed % 9, cooldown_steps=2),
 }
+SHIPPED = sorted(SHIPPED_POLICIES)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -114,7 +150,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 6),
         max_num_batched_tokens=st.sampled_from([1, 2, 5, 16, 100]),
         max_model_len=st.sampled_from([None, None, 20]),
-        policy=st.sampled_from([*sorted(POLICIES), "hostile"]),
+        policy=st.sampled_from([*sorted(POLICIES), *SHIPPED, "hostile"]),
         enable_prefix_caching=st.sampled_from([True, True, False]),
         findable_copies=st.sampled_from(["all", "newest", None]),
         depth=st.integers(1, 3),
@@ -133,7 +169,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.schedulers: list[Scheduler] = []
         self.hostile: list[Hostile] = []
         for hash_block in (None, lambda _tokens, _parent: 9):
-            chosen = POLICIES[policy](seed)
+            chosen = POLICIES[policy](seed) if policy in POLICIES else policy
             if isinstance(chosen, Hostile):
                 self.hostile.append(chosen)
             config = SchedulerConfig(
@@ -182,10 +218,32 @@ class SchedulerMachine(RuleBasedStateMachine):
             ignore_eos=data.draw(st.booleans()),
             stop_token_ids=tuple(data.draw(st.lists(st.integers(0, 11), max_size=1))),
         )
-        salt = data.draw(st.sampled_from([None] * 5 + ["a"]))
-        one, two = (s.add(prompt, params, cache_salt=salt) for s in self.schedulers)
+        for_policies = {
+            "cache_salt": data.draw(st.sampled_from([None] * 5 + ["a"])),
+            "priority": data.draw(st.integers(-1, 2)),
+            "user": data.draw(st.sampled_from([None, "a", "b"])),
+            "deadline": data.draw(st.sampled_from([None, 1.0, 2.5])),
+            "predicted_output_tokens": data.draw(st.sampled_from([None, 0, 20])),
+        }
+        one, two = (
+            s.add(prompt, params, **for_policies)  # type: ignore[arg-type]
+            for s in self.schedulers
+        )
         assert one.seq_id == two.seq_id
         self.requests[one.seq_id] = Request(prompt, params, (one, two))
+        for _ in range(data.draw(st.sampled_from([0, 0, 0, 1, 3]))):
+            self.fork(one.seq_id)
+
+    @precondition(lambda self: any(not r.sequences[0].is_finished for r in self.requests.values()))
+    @rule(data=st.data())
+    def fork_late(self, data: st.DataObject) -> None:
+        alive = [i for i, r in self.requests.items() if not r.sequences[0].is_finished]
+        self.fork(data.draw(st.sampled_from(alive)))
+
+    def fork(self, seq_id: int) -> None:
+        request = self.requests[seq_id]
+        one, two = (s.fork(seq) for s, seq in zip(self.schedulers, request.sequences, strict=True))
+        self.requests[one.seq_id] = Request(request.prompt, request.params, (one, two))
 
     @rule(excess=st.integers(1, 50), kind=st.sampled_from(["long", "empty", "range", "negative"]))
     def add_what_cannot_be_served(self, excess: int, kind: str) -> None:
@@ -242,6 +300,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert one is two
             return False
         assert describe(one) == describe(two), "equal hashes change nothing"
+        for seq in (*one.dropped, *two.dropped):
+            self.requests[seq.seq_id].ended_by_caller = FinishReason.ERROR
+            assert seq.drop_reason == "no"
         self.check_plan(one)
         self.in_flight.append((one, two))
         return True
@@ -288,13 +349,20 @@ class SchedulerMachine(RuleBasedStateMachine):
     def check_plan(self, plan: StepPlan) -> None:
         config = self.scheduler.config
         entries = plan.sequences
-        assert entries or plan.preempted
+        assert entries or plan.preempted or plan.dropped
         assert len({entry.seq_id for entry in entries}) == len(entries)
         num_tokens = sum(entry.num_scheduled_tokens for entry in entries)
         assert num_tokens == plan.num_scheduled_tokens
         # `exceed_budget` may add the one token of each decoding sequence, and nothing else.
-        num_extra = 0 if config.policy == "mixed" else config.max_num_seqs
-        assert num_tokens <= config.max_num_batched_tokens + num_extra
+        may_exceed = config.policy == "prefill_first" or isinstance(config.policy, Hostile)
+        num_extra = config.max_num_seqs if may_exceed else 0
+        assert num_tokens <= plan.token_budget + num_extra
+        assert plan.token_budget == config.max_num_batched_tokens
+        assert plan.num_used_blocks + plan.num_free_blocks == config.num_blocks
+        assert plan.num_used_blocks == len({b for seq in self.running for b in seq.block_table})
+        assert plan.num_cached_blocks <= config.num_blocks
+        assert plan.num_hit_tokens <= sum(entry.num_computed_tokens for entry in entries)
+        assert plan.sampled_seq_ids == tuple(entry.seq_id for entry in entries if entry.samples)
         assert plan.num_running <= config.max_num_seqs
         assert plan.num_running == self.scheduler.num_running
         for entry in entries:
@@ -307,11 +375,25 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert set(plan.preempted) <= set(plan.released)
         assert not set(plan.released) & {entry.seq_id for entry in entries}
         self.resident -= set(plan.released)
-        assert self.resident <= {seq.seq_id for seq in self.scheduler._step.running}
+        assert self.resident <= {seq.seq_id for seq in self.running}
         self.resident |= {entry.seq_id for entry in entries}
-        if not config.enable_prefix_caching:
+        if not config.enable_prefix_caching and not any(e.sequence._family for e in entries):
             blocks = [block_id for entry in entries for block_id in entry.block_table]
             assert len(set(blocks)) == len(blocks)
+        # No block is written by two, not even by two forks of one prompt.
+        size = config.block_size
+        written = [
+            entry.block_table[position // size] * size + position % size
+            for entry in entries
+            for position in range(
+                entry.num_computed_tokens, entry.num_computed_tokens + entry.num_scheduled_tokens
+            )
+        ]
+        assert len(set(written)) == len(written)
+
+    @property
+    def running(self) -> list[Sequence]:
+        return list(self.scheduler._step.running)
 
     def expected_tokens(self, seq: Sequence) -> list[int]:
         request = self.requests[seq.seq_id]
@@ -381,14 +463,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         for seq in sequences:
             self.check_finished(seq)
         for scheduler in self.schedulers:
+            assert not any(map(scheduler._blocks.ref_count, range(scheduler.config.num_blocks)))
             assert scheduler.num_free_blocks == scheduler.config.num_blocks
 
 
 def describe(plan: StepPlan) -> tuple[object, ...]:
     """Everything that a plan says."""
     entries = [(repr(entry), entry.token_ids) for entry in plan.sequences]
-    counts = (plan.num_scheduled_tokens, plan.num_waiting, plan.num_running, plan.num_free_blocks)
-    return plan.step_id, entries, plan.preempted, counts
+    return repr(dataclasses.replace(plan, sequences=(), dropped=())), entries
 
 
 TestScheduler = SchedulerMachine.TestCase

@@ -8,7 +8,20 @@ from nv_core.block_manager import BlockManager
 from nv_core.config import SchedulerConfig
 from nv_core.errors import CapacityError, ConfigError, NvError, RequestError, SchedulingError
 from nv_core.plan import ScheduledSequence, StepPlan
-from nv_core.policies import Mixed, Policy, PrefillFirst, take_or_preempt
+from nv_core.policies import (
+    Deadline,
+    Fair,
+    LeastRecompute,
+    LongestPrefix,
+    Mixed,
+    Ordered,
+    Policy,
+    PrefillFirst,
+    Priority,
+    ShortestFirst,
+    SkipAhead,
+    take_or_preempt,
+)
 from nv_core.prefix_cache_stats import PrefixCacheStats
 from nv_core.sampling_params import SamplingParams
 from nv_core.scheduler import Explanation, Scheduler, StepEvents
@@ -21,13 +34,19 @@ __all__ = [
     "BlockManager",
     "CapacityError",
     "ConfigError",
+    "Deadline",
     "Explanation",
+    "Fair",
     "FinishReason",
+    "LeastRecompute",
+    "LongestPrefix",
     "Mixed",
     "NvError",
+    "Ordered",
     "Policy",
     "PrefillFirst",
     "PrefixCacheStats",
+    "Priority",
     "RequestError",
     "SamplingParams",
     "ScheduledSequence",
@@ -36,6 +55,8 @@ __all__ = [
     "SchedulingError",
     "Sequence",
     "SequenceStatus",
+    "ShortestFirst",
+    "SkipAhead",
     "Step",
     "StepEvents",
     "StepPlan",

@@ -116,6 +116,13 @@ class BlockKeys:
             add(parent)
         self.packed += blocks
 
+    def of_first(self, num_tokens: int) -> BlockKeys:
+        """Keys of the full blocks of the first `num_tokens` tokens, as far as they are there."""
+        keys = BlockKeys(self._block_size, self._hash_block, namespace=self._namespace)
+        num_blocks = num_tokens // self._block_size
+        keys.packed, keys.hashes = self.packed[:num_blocks], self.hashes[:num_blocks]
+        return keys
+
     def extend(self, token_ids: list[int]) -> None:
         """Adds the blocks that have become full since the last call.
 

@@ -120,16 +120,21 @@ class BlockManager:
             parent = prefix
         return found
 
-    def num_blocks_taken_by(self, prefixes: Iterable[CachedPrefix]) -> int:
-        """How many free blocks `acquire(prefixes)` would take off the free list."""
-        refs = self._ref_counts
-        return [refs[block_id] for block_id in _held(prefixes)].count(0)
+    def held(self, prefixes: Iterable[CachedPrefix]) -> list[int]:
+        """The blocks that hits on these prefixes get.
 
-    def acquire(self, prefixes: Iterable[CachedPrefix]) -> list[int]:
-        """Takes one more reference to the block of each prefix; returns the block ids."""
-        block_ids = _held(prefixes)
-        self.share(block_ids)
-        return block_ids
+        Raises:
+            SchedulingError: A prefix is held by no block any more.
+        """
+        block_ids = [prefix.block_id for prefix in prefixes]
+        if None in block_ids:
+            raise SchedulingError("a prefix that no block holds cannot be acquired")
+        return cast("list[int]", block_ids)
+
+    def num_free_among(self, block_ids: Iterable[int]) -> int:
+        """How many blocks `share(block_ids)` would take off the free list."""
+        refs = self._ref_counts
+        return [refs[block_id] for block_id in block_ids].count(0)
 
     def share(self, block_ids: Seq[int]) -> None:
         """Takes one more reference to each of these blocks, used ones or free ones."""
@@ -358,14 +363,6 @@ class BlockManager:
             others.remove(prefix)
         if not others:
             del self._colliding[content_hash]
-
-
-def _held(prefixes: Iterable[CachedPrefix]) -> list[int]:
-    """The blocks that hits on these prefixes get."""
-    block_ids = [prefix.block_id for prefix in prefixes]
-    if None in block_ids:
-        raise SchedulingError("a prefix that no block holds cannot be acquired")
-    return cast("list[int]", block_ids)
 
 
 def _require(holds: bool, what: str) -> None:  # noqa: FBT001 - reads as an assertion

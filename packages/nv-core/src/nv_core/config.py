@@ -25,7 +25,7 @@ class SchedulerConfig:
             the pool's size as the only limit.
         eos_token_ids: Tokens that end a sequence unless it ignores them.
         enable_prefix_caching: Whether full blocks are shared between equal prefixes.
-        policy: Name of a shipped policy ("mixed" or "prefill_first"), or a `Policy` object.
+        policy: Name of a shipped policy (see `nv_core.policies`), or a `Policy` object.
         vocab_size: Token ids at or above this are refused in prompts; None checks only that
             they fit 32 bits.
         findable_copies: When several blocks hold the same prefix: whether a hit can find "all" of

@@ -84,25 +84,37 @@ class StepPlan:
             only took blocks away: there is nothing to run, but the plan is committed all the same.
         sampled_seq_ids: Ids of the sequences that the step yields a token for, in batch order.
         preempted: Ids of the sequences that lost their blocks while it was planned.
+        dropped: Sequences that the policy has ended; `Step.drop` says why it may. Whoever asked for
+            them has to be told, as no later plan names them.
         released: Ids of all sequences that lost their blocks since the plan before, ended ones
             included. Whoever keeps state for a sequence drops it before the plan runs.
-        num_scheduled_tokens: Tokens that the step computes, all sequences together.
+        token_budget: Tokens that it might have computed.
+        num_scheduled_tokens: Tokens that it computes, all sequences together.
+        num_hit_tokens: Tokens that its admissions need not compute, since they were found in the
+            prefix cache or with a sibling.
         num_waiting: Sequences left without blocks.
         num_running: Sequences that hold blocks.
-        num_free_blocks: Blocks left free.
+        num_used_blocks: Blocks that sequences hold.
+        num_free_blocks: Blocks left free, those with cached content included.
+        num_cached_blocks: Blocks, used or free, whose content a later request can find.
     """
 
     step_id: int
     sequences: tuple[ScheduledSequence, ...]
     sampled_seq_ids: tuple[int, ...]
     preempted: tuple[int, ...]
+    dropped: tuple[Sequence, ...]
     released: tuple[int, ...]
+    token_budget: int
     num_scheduled_tokens: int
+    num_hit_tokens: int
     num_waiting: int
     num_running: int
+    num_used_blocks: int
     num_free_blocks: int
+    num_cached_blocks: int
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to run and nothing to tell."""
-        return not self.sequences and not self.preempted
+        return not (self.sequences or self.preempted or self.dropped)

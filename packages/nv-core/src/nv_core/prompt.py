@@ -1,8 +1,9 @@
-"""Checks what a caller gives as a prompt, before anything else sees it."""
+"""Checks what a caller gives with a request, before anything else sees it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import isnan
 from operator import index
 from typing import Any
 
@@ -45,6 +46,32 @@ def check_prompt(
     if len(tokens) > max_prompt_tokens:
         raise RequestError(_too_long(len(tokens), config, max_prompt_tokens))
     return tokens, packed
+
+
+def check_deadline(deadline: float | None) -> None:
+    """Refuses what is no point in time.
+
+    Raises:
+        RequestError: It is neither None nor a number.
+    """
+    is_number = isinstance(deadline, (int, float)) and not isinstance(deadline, bool)
+    if deadline is not None and (not is_number or isnan(deadline)):
+        raise RequestError(
+            f"deadline must be seconds in the clock of arrival_time, or None, got {deadline!r}"
+        )
+
+
+def check_prediction(predicted_output_tokens: int | None) -> None:
+    """Refuses what is no length.
+
+    Raises:
+        RequestError: It is neither None nor a number of tokens.
+    """
+    value = predicted_output_tokens
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+        raise RequestError(
+            f"predicted_output_tokens must be an integer of at least 0, or None, got {value!r}"
+        )
 
 
 def _is_token_id(value: Any, limit: int) -> bool:  # noqa: ANN401 - that is what is checked here

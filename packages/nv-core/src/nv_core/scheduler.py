@@ -31,9 +31,9 @@ from nv_core.errors import RequestError, SchedulingError
 from nv_core.plan import ScheduledSequence, StepPlan
 from nv_core.policies import make_policy
 from nv_core.prefix_cache_stats import PrefixCacheStats
-from nv_core.prompt import check_prompt
+from nv_core.prompt import check_deadline, check_prediction, check_prompt
 from nv_core.sampling_params import SamplingParams
-from nv_core.sequence import NEVER, FinishReason, Sequence, SequenceStatus, WaitReason
+from nv_core.sequence import NEVER, Curtain, FinishReason, Sequence, SequenceStatus, WaitReason
 from nv_core.step import Step
 
 
@@ -99,6 +99,7 @@ class Scheduler:
         self._max_total_tokens = config.num_blocks * config.block_size + 1
         if config.max_model_len is not None:
             self._max_total_tokens = min(self._max_total_tokens, config.max_model_len)
+        self._curtain = Curtain()
         self._sequences: dict[int, Sequence] = {}
         self._in_flight: deque[StepPlan] = deque()
         self._next_seq_id = 0
@@ -113,6 +114,8 @@ class Scheduler:
         priority: int = 0,
         user: str | None = None,
         arrival_time: float | None = None,
+        deadline: float | None = None,
+        predicted_output_tokens: int | None = None,
         cache_salt: str | None = None,
     ) -> Sequence:
         """Puts a request into the waiting queue.
@@ -124,6 +127,9 @@ class Scheduler:
             priority: Lower is more urgent; for policies that use it.
             user: Whom it belongs to; for policies that share between users.
             arrival_time: In seconds of the caller's clock; kept, never read here.
+            deadline: When its answer is due, in the same clock; for policies that use it.
+            predicted_output_tokens: How long its answer will be by the caller's estimate; for
+                policies that use it, since none of them sees `max_tokens`.
             cache_salt: Only requests of the same salt share cached prefixes, so that nobody can
                 tell from the speed of an answer what others have asked; None shares with all
                 others that have none.
@@ -133,7 +139,7 @@ class Scheduler:
 
         Raises:
             RequestError: The prompt is empty, holds something that is no token id, or can never
-                fit, or the salt is no text; nothing is changed.
+                fit, or another value is not of its kind; nothing is changed.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
         tokens, packed = check_prompt(
@@ -145,27 +151,89 @@ class Scheduler:
         keys = BlockKeys(self.config.block_size, self._hash_block, namespace=namespace)
         if self.config.enable_prefix_caching:
             keys.extend_packed(packed)
-        limit = self._max_total_tokens
-        if params.max_tokens is not None:
-            limit = min(limit, len(tokens) + params.max_tokens)
-        stop_token_ids = self._stop_token_ids(params)
+        check_deadline(deadline)
+        check_prediction(predicted_output_tokens)
         seq = Sequence(
             self._next_seq_id,
             tokens,
             params,
             request_id=str(self._next_seq_id) if request_id is None else request_id,
             keys=keys,
-            stop_token_ids=stop_token_ids,
-            max_total_tokens=limit,
+            stop_token_ids=self._stop_token_ids(params),
+            max_total_tokens=self._limit(len(tokens), params),
             priority=priority,
             user=user,
             arrival_time=arrival_time,
+            arrival_step=self._next_step_id,
+            deadline=deadline,
+            predicted_output_tokens=predicted_output_tokens,
             cache_salt=cache_salt,
+            curtain=self._curtain,
         )
+        self._enqueue(seq)
+        return seq
+
+    def fork(
+        self,
+        seq: Sequence,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+    ) -> Sequence:
+        """Adds a sequence with the same prompt, which shares the full blocks of it.
+
+        For `n` answers to one prompt: `add` it once and fork it `n - 1` times. The prompt is
+        computed once, by whichever of them runs first; the others wait for it (with
+        `WaitReason.SIBLING`) and are admitted one step later, with the prompt's full blocks in
+        their tables. Nothing is ever copied or written by two: each computes the tokens behind the
+        last full block by itself, at most one block of them, and its last prompt token in any case,
+        since its own first sample needs the logits. This works with the prefix cache switched off,
+        too. Output tokens are not inherited.
+
+        Args:
+            seq: An unfinished sequence of this scheduler, in whatever state.
+            sampling_params: As for `add`; None for those of `seq`. Sequences that shall differ
+                need different seeds.
+            request_id: As for `add`.
+
+        Returns:
+            The new sequence, behind all others in the queue; everything else as in `seq`.
+
+        Raises:
+            RequestError: `seq` has ended, or belongs to another scheduler; nothing is changed.
+        """
+        if self._sequences.get(seq.seq_id) is not seq:
+            raise RequestError(f"only an unfinished sequence can be forked, got {seq!r}")
+        params = seq.sampling_params if sampling_params is None else sampling_params
+        prompt = seq.prompt_token_ids
+        fork = Sequence(
+            self._next_seq_id,
+            prompt,
+            params,
+            request_id=str(self._next_seq_id) if request_id is None else request_id,
+            keys=seq.keys.of_first(len(prompt)),
+            stop_token_ids=self._stop_token_ids(params),
+            max_total_tokens=self._limit(len(prompt), params),
+            priority=seq.priority,
+            user=seq.user,
+            arrival_time=seq.arrival_time,
+            arrival_step=self._next_step_id,
+            deadline=seq.deadline,
+            predicted_output_tokens=seq.predicted_output_tokens,
+            cache_salt=seq.cache_salt,
+            curtain=self._curtain,
+        )
+        if seq._family is None:
+            seq._family = {seq.seq_id: seq}
+        fork._family = seq._family
+        fork._family[fork.seq_id] = fork
+        self._enqueue(fork)
+        return fork
+
+    def _enqueue(self, seq: Sequence) -> None:
         self._next_seq_id += 1
         self._sequences[seq.seq_id] = seq
         self._step.waiting.append(seq)
-        return seq
 
     def schedule(self) -> StepPlan | None:
         """Plans the next step.
@@ -181,11 +249,16 @@ class Scheduler:
         """
         step = self._step
         step.begin(self._next_step_id)
+        self._curtain.is_drawn = True
         try:
             self._policy.schedule(step)
         except BaseException:
             step.cancel()
             raise
+        finally:
+            self._curtain.is_drawn = False
+            for seq in step.dropped:
+                self._sequences.pop(seq.seq_id, None)
         plan = step.finish()
         if plan.is_empty:
             if self.has_unfinished and not self._in_flight:
@@ -229,7 +302,7 @@ class Scheduler:
             # Nothing below is called for most tokens: they neither fill a block nor end anything.
             if num_tokens > seq._publish_at:
                 self._publish(seq, entry)
-            if token_id in seq.stop_token_ids or num_tokens >= seq.max_total_tokens:
+            if token_id in seq.stop_token_ids or num_tokens >= seq._max_total_tokens:
                 reason = self._reason_to_finish(seq, token_id)
                 if reason is not None:
                     self._finish(seq, reason)
@@ -275,6 +348,7 @@ class Scheduler:
             seq.prefixes = []
             seq._publishes = False
             seq._publish_at = NEVER
+            seq._shares = False
 
     @property
     def has_unfinished(self) -> bool:
@@ -369,6 +443,9 @@ class Scheduler:
         running = seq.status is SequenceStatus.RUNNING
         problems = {
             "is finished but kept": seq.is_finished,
+            "shares blocks that it does not hold": seq._shares and not running,
+            "is missing in its family": seq._family is not None
+            and seq._family.get(seq.seq_id) is not seq,
             "miscounts its pending tokens": seq.num_pending_tokens != num_pending,
             "waits with blocks": not running and (seq.block_table or seq.num_computed_tokens),
             "is computed beyond its tokens": seq.num_uncomputed_tokens < 0,
@@ -398,6 +475,11 @@ class Scheduler:
             f"{len(self._sequences)} sequences are unfinished and nothing is in flight; "
             f"sequence {first.seq_id} waits: {self._wait_reason(first)}"
         )
+
+    def _limit(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        if params.max_tokens is None:
+            return self._max_total_tokens
+        return min(self._max_total_tokens, num_prompt_tokens + params.max_tokens)
 
     def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
         if params.ignore_eos:
@@ -439,7 +521,11 @@ class Scheduler:
         for position in range(len(prefixes), num_full):
             parent = prefixes[-1] if prefixes else None
             block_id = seq.block_table[position]
-            prefixes.append(self._blocks.publish(block_id, seq.keys, position, parent))
+            # A sibling that shares the block may have published it.
+            content = self._blocks.content_of(block_id)
+            if content is None:
+                content = self._blocks.publish(block_id, seq.keys, position, parent)
+            prefixes.append(content)
         seq._publish_at = (num_full + 1) * block_size
 
     def _reason_to_finish(self, seq: Sequence, token_id: int) -> FinishReason | None:
@@ -450,16 +536,10 @@ class Scheduler:
             if token_id not in self._eos_token_ids or seq.sampling_params.ignore_eos:
                 seq.stop_reason = token_id
             return FinishReason.STOP
-        if len(seq.token_ids) >= seq.max_total_tokens:
+        if len(seq.token_ids) >= seq._max_total_tokens:
             return FinishReason.LENGTH
         return None
 
     def _finish(self, seq: Sequence, reason: FinishReason) -> None:
-        if seq.status is SequenceStatus.RUNNING:
-            self._step.vacate(seq)
-        else:
-            self._step.waiting.remove(seq)
-        seq.status = SequenceStatus.FINISHED
-        seq.finish_reason = reason
-        seq.wait_reason = None
+        self._step.retire(seq, reason)
         del self._sequences[seq.seq_id]

@@ -10,6 +10,8 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING
 
+from nv_core.errors import SchedulingError
+
 if TYPE_CHECKING:
     from nv_core.block_hash import BlockKeys
     from nv_core.block_manager import CachedPrefix
@@ -30,7 +32,7 @@ class FinishReason(str, enum.Enum):
     ABORT = "abort"
     """The caller aborted it."""
     ERROR = "error"
-    """It could not be served."""
+    """It could not be served: a step failed, or the policy dropped it (see `drop_reason`)."""
 
     def __str__(self) -> str:
         return self.value
@@ -60,6 +62,8 @@ class WaitReason(str, enum.Enum):
     """Too few free KV blocks."""
     IN_FLIGHT = "in flight"
     """Its next token is still being computed."""
+    SIBLING = "sibling"
+    """One that it was forked from or with is computing their prompt; see `Scheduler.fork`."""
     PREEMPTED = "preempted"
     """It has just lost its blocks."""
     POLICY = "policy"
@@ -69,16 +73,38 @@ class WaitReason(str, enum.Enum):
         return self.value
 
 
+class Curtain:
+    """Hides from policies what only the caller may know; one for all sequences of a scheduler.
+
+    Attributes:
+        is_drawn: Whether a policy is at work.
+    """
+
+    __slots__ = ("is_drawn",)
+
+    def __init__(self) -> None:
+        """Makes an open curtain."""
+        self.is_drawn = False
+
+
 class Sequence:
     """One request's tokens and progress.
+
+    A policy sees all of this but `sampling_params` and `max_total_tokens`, which say how long the
+    answer may become, and in a simulation how long it will: reading them while a policy is at
+    work raises `SchedulingError`. What a policy may know of the length is
+    `predicted_output_tokens`.
 
     Attributes:
         seq_id: Number that the scheduler gave it; unique in that scheduler.
         request_id: The caller's own name for it.
-        sampling_params: What the caller asked for.
+        sampling_params: What the caller asked for (not for policies).
         priority: Lower values are more urgent; for policies that use it.
         user: Whom the request belongs to; for policies that share between users.
         arrival_time: When it arrived, in the caller's clock, in seconds; None if not given.
+        arrival_step: Number of the first step that could run it: a policy's measure of its wait.
+        deadline: When its answer is due, in the caller's clock, in seconds; None for never.
+        predicted_output_tokens: How long the caller thinks the answer will be; None if unknown.
         token_ids: Prompt and committed output tokens; grows at the end only.
         num_prompt_tokens: How many of `token_ids` are the prompt.
         num_computed_tokens: Tokens whose keys and values are in the cache, or will be when the
@@ -86,13 +112,14 @@ class Sequence:
         num_prefill_tokens: Its length when it was last admitted; until that many tokens are
             computed it is a prompt to the policies, also when it recomputes after preemption.
         num_pending_tokens: Tokens that plans in flight will yield; their ids are not known yet.
-        max_total_tokens: Length at which it ends with `FinishReason.LENGTH`.
+        max_total_tokens: Length at which it ends with `FinishReason.LENGTH` (not for policies).
         block_table: Ids of the blocks that hold its keys and values, in order.
         num_cached_tokens: Tokens that its first admission found in the prefix cache.
         num_preemptions: How often it lost its blocks.
         status: See `SequenceStatus`.
         finish_reason: See `FinishReason`; None while it lives.
         stop_reason: The stop token that ended it, or None (also for end-of-sequence tokens).
+        drop_reason: What the policy that dropped it said; None for all others.
         wait_reason: Why it was refused when the policy last asked for it; None if it was not.
             `Scheduler.explain` says how that stands now.
         cache_salt: Only sequences of the same salt share blocks; None is a salt of its own.
@@ -102,27 +129,34 @@ class Sequence:
     """
 
     __slots__ = (
+        "_curtain",
+        "_family",
         "_hits_counted",
+        "_max_total_tokens",
         "_publish_at",
         "_publishes",
         "_refused_in_step",
+        "_sampling_params",
+        "_shares",
         "_step",
+        "arrival_step",
         "arrival_time",
         "block_table",
         "cache_salt",
+        "deadline",
+        "drop_reason",
         "finish_reason",
         "keys",
-        "max_total_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_pending_tokens",
         "num_preemptions",
         "num_prefill_tokens",
         "num_prompt_tokens",
+        "predicted_output_tokens",
         "prefixes",
         "priority",
         "request_id",
-        "sampling_params",
         "seq_id",
         "status",
         "stop_reason",
@@ -145,7 +179,11 @@ class Sequence:
         priority: int = 0,
         user: str | None = None,
         arrival_time: float | None = None,
+        arrival_step: int = 0,
+        deadline: float | None = None,
+        predicted_output_tokens: int | None = None,
         cache_salt: str | None = None,
+        curtain: Curtain | None = None,
     ) -> None:
         """Makes a waiting sequence.
 
@@ -160,20 +198,27 @@ class Sequence:
             priority: See the attribute.
             user: See the attribute.
             arrival_time: See the attribute.
+            arrival_step: See the attribute.
+            deadline: See the attribute.
+            predicted_output_tokens: See the attribute.
             cache_salt: See the attribute.
+            curtain: The scheduler's; None for one that is never drawn.
         """
         self.seq_id = seq_id
         self.request_id = request_id
-        self.sampling_params = sampling_params
+        self._sampling_params = sampling_params
         self.priority = priority
         self.user = user
         self.arrival_time = arrival_time
+        self.arrival_step = arrival_step
+        self.deadline = deadline
+        self.predicted_output_tokens = predicted_output_tokens
         self.cache_salt = cache_salt
         self.token_ids = prompt_token_ids
         self.num_prompt_tokens = len(prompt_token_ids)
         self.keys = keys
         self.stop_token_ids = stop_token_ids
-        self.max_total_tokens = max_total_tokens
+        self._max_total_tokens = max_total_tokens
         self.num_computed_tokens = 0
         self.num_prefill_tokens = 0
         self.num_pending_tokens = 0
@@ -184,7 +229,13 @@ class Sequence:
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | None = None
+        self.drop_reason: str | None = None
         self.wait_reason: WaitReason | None = WaitReason.NOT_CONSIDERED
+        self._curtain = Curtain() if curtain is None else curtain
+        # It and all that were forked from it or with it, by `seq_id`; None without forks.
+        self._family: dict[int, Sequence] | None = None
+        # Whether its blocks hold what a sibling may go on with.
+        self._shares = False
         # Whether the statistics have seen it.
         self._hits_counted = False
         # Whether blocks that it fills in this residence may enter the prefix cache.
@@ -200,6 +251,20 @@ class Sequence:
             f"Sequence({self.seq_id}, {self.status.value}, tokens={self.num_tokens}, "
             f"computed={self.num_computed_tokens}, pending={self.num_pending_tokens})"
         )
+
+    @property
+    def sampling_params(self) -> SamplingParams:
+        """See the class."""
+        if self._curtain.is_drawn:
+            raise _hidden("sampling_params")
+        return self._sampling_params
+
+    @property
+    def max_total_tokens(self) -> int:
+        """See the class."""
+        if self._curtain.is_drawn:
+            raise _hidden("max_total_tokens")
+        return self._max_total_tokens
 
     @property
     def num_tokens(self) -> int:
@@ -235,3 +300,10 @@ class Sequence:
     def is_finished(self) -> bool:
         """Whether it has ended."""
         return self.finish_reason is not None
+
+
+def _hidden(name: str) -> SchedulingError:
+    return SchedulingError(
+        f"a policy must not read {name}, since it tells how long the answer will be; "
+        "predicted_output_tokens is what it may know"
+    )

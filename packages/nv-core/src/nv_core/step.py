@@ -15,7 +15,7 @@ from nv_core.block_manager import BlockManager, CachedPrefix
 from nv_core.errors import SchedulingError
 from nv_core.plan import ScheduledSequence, StepPlan
 from nv_core.prefix_cache_stats import PrefixCacheStats
-from nv_core.sequence import NEVER, Sequence, SequenceStatus, WaitReason
+from nv_core.sequence import NEVER, FinishReason, Sequence, SequenceStatus, WaitReason
 
 
 class WaitingQueue:
@@ -42,9 +42,10 @@ class WaitingQueue:
         yield from self._arrived.values()
 
     def __contains__(self, seq: object) -> bool:
-        return isinstance(seq, Sequence) and (
-            seq.seq_id in self._preempted or seq.seq_id in self._arrived
-        )
+        if not isinstance(seq, Sequence):
+            return False
+        # Another scheduler has sequences of the same numbers.
+        return seq in (self._preempted.get(seq.seq_id), self._arrived.get(seq.seq_id))
 
     def first(self) -> Sequence | None:
         """The sequence at the front, or None."""
@@ -64,8 +65,11 @@ class WaitingQueue:
         Raises:
             SchedulingError: It is not in the queue.
         """
-        if not (self._preempted.pop(seq.seq_id, None) or self._arrived.pop(seq.seq_id, None)):
-            raise SchedulingError(f"sequence {seq.seq_id} is not in this scheduler's queue")
+        for queue in (self._preempted, self._arrived):
+            if queue.get(seq.seq_id) is seq:
+                del queue[seq.seq_id]
+                return
+        raise SchedulingError(f"sequence {seq.seq_id} is not in this scheduler's queue")
 
 
 class Step:
@@ -103,6 +107,7 @@ class Step:
         self._prefilling: dict[int, Sequence] = {}
         self._grants: dict[int, ScheduledSequence] = {}
         self._admitted: list[Sequence] = []
+        self._dropped: list[Sequence] = []
         self._preempted: list[int] = []
         self._released: list[int] = []
         self.step_id = -1
@@ -123,27 +128,38 @@ class Step:
         sampled: Iterable[int] = self._grants
         if self._prefilling:
             sampled = [entry.seq_id for entry in self._grants.values() if entry.samples]
+        hits = [self._grants[seq_id].num_computed_tokens for seq_id in self._admitted_ids()]
         plan = StepPlan(
             step_id=self.step_id,
             sequences=tuple(self._grants.values()),
             sampled_seq_ids=tuple(sampled),
             preempted=tuple(self._preempted),
+            dropped=tuple(self._dropped),
             released=tuple(self._released),
+            token_budget=self._max_num_batched_tokens,
             num_scheduled_tokens=self._max_num_batched_tokens - self.budget,
+            num_hit_tokens=sum(hits),
             num_waiting=len(self.waiting),
             num_running=len(self._running),
+            num_used_blocks=self._blocks.num_blocks - self._blocks.num_free_blocks,
             num_free_blocks=self._blocks.num_free_blocks,
+            num_cached_blocks=self._blocks.num_cached_blocks,
         )
         if not plan.is_empty:
             self._preempted = []
+            self._dropped = []
             self._released = []
         return plan
+
+    def _admitted_ids(self) -> list[int]:
+        """Sequences that the step admitted and has not preempted or dropped again."""
+        return [seq.seq_id for seq in self._admitted if seq.seq_id in self._grants]
 
     def cancel(self) -> None:
         """Takes back what was granted; for the scheduler.
 
-        Sequences that the step admitted wait again, at the front; those that it preempted stay
-        preempted, and the next plan names them.
+        Sequences that the step admitted wait again, at the front; those that it preempted or
+        dropped stay so, and the next plan names them.
         """
         for grant in self._grants.values():
             seq = grant.sequence
@@ -177,6 +193,11 @@ class Step:
         return [seq for seq in self._running.values() if seq.seq_id in self._prefilling]
 
     @property
+    def num_prefilling(self) -> int:
+        """How many those are."""
+        return len(self._prefilling)
+
+    @property
     def decoding(self) -> list[Sequence]:
         """All other running sequences, in admission order (a copy)."""
         if not self._prefilling:
@@ -204,6 +225,16 @@ class Step:
         return bool(self._grants)
 
     @property
+    def grants(self) -> Collection[ScheduledSequence]:
+        """What the step runs so far, in order."""
+        return self._grants.values()
+
+    @property
+    def dropped(self) -> Collection[Sequence]:
+        """Sequences dropped since the last plan."""
+        return self._dropped
+
+    @property
     def preempted(self) -> Collection[int]:
         """Ids of the sequences preempted since the last plan."""
         return self._preempted
@@ -212,7 +243,62 @@ class Step:
         """Tokens of a sequence that a step would have to compute, prefix hits taken off."""
         if seq.status is SequenceStatus.RUNNING:
             return seq.num_uncomputed_tokens
-        return len(seq.token_ids) - len(self._match(seq)) * self._blocks.block_size
+        hits = self._match(seq)
+        num_found = max(len(hits), len(self._shared(seq, len(hits)) or ()))
+        return len(seq.token_ids) - num_found * self._blocks.block_size
+
+    def tokens_lost(self, seq: Sequence) -> int:
+        """Tokens that a running sequence would have to compute again if it were preempted now.
+
+        Those in leading blocks that another sequence holds as well would be found again. More may
+        be, if its other blocks are still cached when it comes back; that cannot be known here.
+        """
+        num_kept = 0
+        for block_id in seq.block_table[: len(seq.prefixes)]:
+            if self._blocks.ref_count(block_id) < 2:
+                break
+            num_kept += 1
+        return max(0, seq.num_computed_tokens - num_kept * self._blocks.block_size)
+
+    def fits(self, seq: Sequence, *, after: Iterable[Sequence] = (), keep_free: int = 0) -> bool:
+        """Whether there is room for all of a sequence's tokens: blocks, and a slot if it waits.
+
+        False, too, for one that waits for its own token in flight, and for one that has ended.
+        Nothing is changed, and the token budget is not looked at. Costs O(blocks of `seq` and
+        `after`).
+
+        Args:
+            seq: A waiting or running sequence.
+            after: Answers as if these running sequences had been preempted.
+            keep_free: See `take`.
+        """
+        victims = {
+            other.seq_id: other
+            for other in after
+            if other.status is SequenceStatus.RUNNING and other is not seq
+        }
+        blocks = self._blocks
+        lost: dict[int, int] = {}
+        for victim in victims.values():
+            for block_id in victim.block_table:
+                lost[block_id] = lost.get(block_id, 0) + 1
+        freed = {
+            block_id for block_id, count in lost.items() if blocks.ref_count(block_id) == count
+        }
+        num_free = blocks.num_free_blocks + len(freed)
+        num_needed = -(-(len(seq.token_ids) + seq.num_pending_tokens) // blocks.block_size)
+        if seq.status is SequenceStatus.RUNNING:
+            return num_needed - len(seq.block_table) <= num_free
+        if seq.status is SequenceStatus.FINISHED or seq.num_pending_tokens:
+            return False
+        if self.slots + len(victims) <= 0:
+            return False
+        found = blocks.held(self._match(seq))
+        shared = self._shared(seq, len(found), without=victims)
+        if shared:
+            found = shared
+        num_taken = sum(1 for b in found if b in freed or blocks.ref_count(b) == 0)
+        return num_needed - len(found) + num_taken <= num_free - keep_free
 
     def take(
         self,
@@ -220,6 +306,7 @@ class Step:
         n: int | None = None,
         *,
         reserve: int = 0,
+        keep_free: int = 0,
         exceed_budget: bool = False,
     ) -> int:
         """Grants a sequence tokens in this step.
@@ -234,6 +321,7 @@ class Step:
             n: Most tokens to grant; None for as many as possible.
             reserve: A length in tokens; an admission gets blocks for at least this length or is
                 refused. `len(seq.token_ids)` admits only prompts that fit as a whole.
+            keep_free: An admission that would leave fewer free blocks than these is refused.
             exceed_budget: Whether a decoding sequence gets its one token even when the budget is
                 used up.
 
@@ -242,14 +330,14 @@ class Step:
             says why.
 
         Raises:
-            TypeError: `n` or `reserve` is no integer; nothing is changed.
+            TypeError: `n`, `reserve` or `keep_free` is no integer; nothing is changed.
         """
         if seq._step == self.step_id:
             return 0
         if seq.status is SequenceStatus.RUNNING:
             return self._take_running(seq, n, exceed_budget)
         if seq.status is SequenceStatus.WAITING:
-            return self._admit(seq, n, reserve)
+            return self._admit(seq, n, reserve, keep_free)
         return 0
 
     def take_all(
@@ -281,7 +369,7 @@ class Step:
             table = seq.block_table
             if (
                 total - computed != 1
-                or total >= seq.max_total_tokens
+                or total >= seq._max_total_tokens
                 or seq._step == step_id
                 or budget <= 0
                 or (computed >= len(table) * block_size and not self._append_block(table))
@@ -316,10 +404,7 @@ class Step:
         """
         if seq.status is not SequenceStatus.RUNNING:
             raise SchedulingError(f"sequence {seq.seq_id} cannot be preempted: it is not running")
-        grant = self._grants.pop(seq.seq_id, None)
-        if grant is not None:
-            self.budget += grant.num_scheduled_tokens
-            seq.num_pending_tokens -= grant.samples
+        self._take_back(seq)
         self.vacate(seq)
         seq.status = SequenceStatus.WAITING
         seq.num_preemptions += 1
@@ -329,6 +414,52 @@ class Step:
         self.waiting.append_front(seq)
         self._preempted.append(seq.seq_id)
 
+    def drop(self, seq: Sequence, reason: str) -> None:
+        """Ends a waiting or running sequence: the policy will not serve it.
+
+        For admission control: a queue that is too long, a deadline that cannot be met. The
+        sequence ends at once, with `FinishReason.ERROR` and the given `drop_reason`; a grant of
+        this step is taken back, and tokens of plans in flight are dropped when they are committed.
+        The next plan names it in `dropped`.
+
+        Args:
+            seq: A sequence of this scheduler.
+            reason: What to tell whoever asked for it.
+
+        Raises:
+            SchedulingError: It is no unfinished sequence of this scheduler, or the reason is empty.
+        """
+        known = seq in self.waiting or self._running.get(seq.seq_id) is seq
+        if not known or not isinstance(reason, str) or not reason:
+            raise SchedulingError(
+                f"drop needs an unfinished sequence of this scheduler and a text that says why, "
+                f"got {seq!r} and {reason!r}"
+            )
+        self._take_back(seq)
+        self.retire(seq, FinishReason.ERROR)
+        seq.drop_reason = reason
+        self._dropped.append(seq)
+
+    def retire(self, seq: Sequence, reason: FinishReason) -> None:
+        """Ends a sequence and takes it out of its queue; for the scheduler."""
+        if seq.status is SequenceStatus.RUNNING:
+            self.vacate(seq)
+        else:
+            self.waiting.remove(seq)
+        seq.status = SequenceStatus.FINISHED
+        seq.finish_reason = reason
+        seq.wait_reason = None
+        if seq._family is not None:
+            del seq._family[seq.seq_id]
+            seq._family = None
+
+    def _take_back(self, seq: Sequence) -> None:
+        """Takes back what the step has granted a sequence that loses its blocks now."""
+        grant = self._grants.pop(seq.seq_id, None)
+        if grant is not None:
+            self.budget += grant.num_scheduled_tokens
+            seq.num_pending_tokens -= grant.samples
+
     def _take_running(
         self,
         seq: Sequence,
@@ -337,7 +468,7 @@ class Step:
     ) -> int:
         computed = seq.num_computed_tokens
         total = len(seq.token_ids) + seq.num_pending_tokens
-        if total >= seq.max_total_tokens and seq.num_pending_tokens:
+        if total >= seq._max_total_tokens and seq.num_pending_tokens:
             # The token in flight is its last: there is nothing left to compute.
             return self._refuse(seq, WaitReason.IN_FLIGHT)
         count = total - computed
@@ -360,8 +491,8 @@ class Step:
             table.extend(blocks.allocate(-(-(computed + count - capacity) // blocks.block_size)))
         return self._grant(seq, count, computed + count == total)
 
-    def _admit(self, seq: Sequence, n: int | None, reserve: int) -> int:
-        reserve = index(reserve)
+    def _admit(self, seq: Sequence, n: int | None, reserve: int, keep_free: int) -> int:
+        reserve, keep_free = index(reserve), index(keep_free)
         if n is not None and index(n) <= 0:
             return self._refuse(seq, WaitReason.POLICY)
         if seq.num_pending_tokens:
@@ -374,21 +505,28 @@ class Step:
         blocks = self._blocks
         block_size = blocks.block_size
         hits = self._match(seq)
-        computed = len(hits) * block_size
+        shared = self._shared(seq, len(hits))
+        if shared is None:
+            return self._refuse(seq, WaitReason.SIBLING)
+        table = shared or blocks.held(hits)
+        computed = len(table) * block_size
         total = len(seq.token_ids)
         count = min(total - computed, self.budget)
         if n is not None:
             count = min(count, index(n))
-        # All hits may be free blocks, and counting them takes longer than to assume it.
-        room = (blocks.num_free_blocks - len(hits)) * block_size
+        # All that was found may be free blocks; counting them takes longer than to assume it.
+        num_free = blocks.num_free_blocks - max(0, keep_free)
+        room = (num_free - len(table)) * block_size
         if room < max(count, reserve - computed):
-            room = (blocks.num_free_blocks - blocks.num_blocks_taken_by(hits)) * block_size
+            room = (num_free - blocks.num_free_among(table)) * block_size
         if room <= 0 or room < reserve - computed:
             return self._refuse(seq, WaitReason.BLOCKS)
         count = min(count, room)
         length = max(computed + count, reserve)
         self.waiting.remove(seq)
-        table = blocks.acquire(hits)
+        if shared:
+            hits = self._prefixes_of(shared)
+        blocks.share(table)
         table.extend(blocks.allocate(-(-(length - computed) // block_size)))
         seq.block_table = table
         seq.prefixes = hits
@@ -399,7 +537,8 @@ class Step:
         if not seq._hits_counted:
             self._count_hits(seq, computed)
         seq._publishes = self._enable_prefix_caching
-        seq._publish_at = computed + block_size if seq._publishes else NEVER
+        seq._publish_at = (len(hits) + 1) * block_size if seq._publishes else NEVER
+        seq._shares = True
         seq.status = SequenceStatus.RUNNING
         self._running[seq.seq_id] = seq
         self._admitted.append(seq)
@@ -454,6 +593,47 @@ class Step:
         seq.keys.extend(seq.token_ids)
         return self._blocks.match(seq.keys, self._max_hits(seq))
 
+    def _shared(
+        self, seq: Sequence, num_hits: int, *, without: Collection[int] = ()
+    ) -> list[int] | None:
+        """Blocks that a waiting sequence may share with a sibling, beyond what the cache holds.
+
+        Only what earlier plans compute counts: a grant of this step can still be taken back.
+
+        Args:
+            seq: The sequence.
+            num_hits: How many of its blocks the prefix cache holds.
+            without: Ids of siblings to leave out.
+
+        Returns:
+            A copy of the leading blocks of the sibling's table; empty if there is nothing to gain;
+            None if a sibling is computing what this one would then compute again.
+        """
+        size = self._blocks.block_size
+        num_wanted = min(seq.num_prompt_tokens // size, self._max_hits(seq))
+        if seq._family is None or num_wanted <= num_hits:
+            return []
+        is_computed_now = False
+        for sibling in seq._family.values():
+            if not sibling._shares or sibling.seq_id in without:
+                continue
+            grant = self._grants.get(sibling.seq_id)
+            computed = sibling.num_computed_tokens if grant is None else grant.num_computed_tokens
+            if computed >= num_wanted * size:
+                return sibling.block_table[:num_wanted]
+            is_computed_now = True
+        return None if is_computed_now else []
+
+    def _prefixes_of(self, block_ids: list[int]) -> list[CachedPrefix]:
+        """Contents of a sibling's blocks, as far as they are published."""
+        prefixes = []
+        for block_id in block_ids:
+            prefix = self._blocks.content_of(block_id)
+            if prefix is None or not self._enable_prefix_caching:
+                break
+            prefixes.append(prefix)
+        return prefixes
+
     def _count_hits(self, seq: Sequence, num_hit_tokens: int) -> None:
         seq._hits_counted = True
         if self._enable_prefix_caching:
@@ -475,4 +655,5 @@ class Step:
         seq.num_computed_tokens = 0
         seq.num_prefill_tokens = 0
         seq._publish_at = NEVER
+        seq._shares = False
         self.slots += 1
