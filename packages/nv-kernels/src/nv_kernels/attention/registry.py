@@ -26,8 +26,9 @@ _ENTRIES = {
     "flash_attn": _Entry(flash_attn_backend.FlashAttention2, flash_attn_backend.unavailable_reason),
 }
 
-# Best first. Triton leads on CUDA because it takes every block size and dtype and never waits for
-# the host; elsewhere it runs only in its interpreter, which is for tests.
+# Best first, as measured on an H200 (docs/kernels.md): Triton is ahead of flash-attn in every case
+# there, by 2 to 31 % in decoding and 33 to 45 % in prefill, and takes every block size and dtype.
+# PyTorch waits for the host. Elsewhere Triton runs only in its interpreter, which is for tests.
 _PREFERENCE_CUDA = ("triton", "flash_attn", "torch")
 _PREFERENCE_ELSEWHERE = ("torch",)
 
