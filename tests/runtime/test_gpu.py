@@ -183,7 +183,7 @@ def test_graphs_and_overlap_change_no_token(tmp_path: Path) -> None:
         ) as llm:
             outputs = llm.generate(prompts, params, use_tqdm=False)
             results.append([list(o.outputs[0].token_ids) for o in outputs])
-            scheduler = llm._parts.engine.scheduler
+            scheduler = llm._open_parts().engine.scheduler
             scheduler.check_invariants()
             assert scheduler.num_free_blocks == 60
     assert results[1:] == results[:1] * 3

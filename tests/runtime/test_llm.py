@@ -48,12 +48,12 @@ def tokens_of(output: RequestOutput) -> list[int]:
 
 
 def assert_idle(llm: LLM) -> None:
-    scheduler = llm._parts.engine.scheduler
+    scheduler = llm._open_parts().engine.scheduler
     scheduler.check_invariants()
     assert not scheduler.has_unfinished
     assert scheduler.num_free_blocks == 200
-    assert not llm._parts.engine._requests
-    assert not llm._parts.engine._ids
+    assert not llm._open_parts().engine._requests
+    assert not llm._open_parts().engine._ids
 
 
 def test_every_form_of_a_prompt(llm: LLM) -> None:
@@ -248,7 +248,7 @@ def test_a_failing_step_ends_its_requests_and_the_next_call_works(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = tokens_of(llm.generate("the fox", GREEDY, use_tqdm=False)[0])
-    runner = llm._parts.engine._runner
+    runner = llm._open_parts().engine._runner
     for error in (RuntimeError("device fell over"), KeyboardInterrupt()):
         with monkeypatch.context() as patch:
 

@@ -138,6 +138,6 @@ def test_others_go_on_and_everything_is_freed(llm: LLM) -> None:
     outputs = llm.generate(["the quick"] * 4, [stop, go_on, stop, go_on], use_tqdm=False)
     assert [o.outputs[0].finish_reason for o in outputs] == ["stop", "length"] * 2
     assert [list(o.outputs[0].token_ids) for o in outputs[1::2]] == [list(free.token_ids)] * 2
-    scheduler = llm._parts.engine.scheduler
+    scheduler = llm._open_parts().engine.scheduler
     scheduler.check_invariants()
     assert scheduler.num_free_blocks == 200

@@ -94,7 +94,7 @@ def abbreviate(values: list[Any]) -> str:
 @contextmanager
 def recording(llm: LLM, monkeypatch: pytest.MonkeyPatch, recorder: Recorder) -> Iterator[None]:
     """Hooks a recorder into every stage between the scheduler and the commit."""
-    runner = llm._parts.engine._runner
+    runner = llm._open_parts().engine._runner
     model: CausalLM = runner._mixed_step._model
     first: Any = model.layers[0]
     names: list[tuple[str, nn.Module]] = [
@@ -183,7 +183,7 @@ def recording(llm: LLM, monkeypatch: pytest.MonkeyPatch, recorder: Recorder) -> 
 def record_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> str:
     recorder = Recorder()
     with recording(llm, monkeypatch, recorder):
-        llm._parts.engine.step()
+        llm._open_parts().engine.step()
     return "\n".join(recorder.lines)
 
 
@@ -202,5 +202,5 @@ def test_the_decode_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     # The prefill step samples one token each, which makes the lengths those of the document.
     prompts = [[7] * 299, [8] * 999, [9] * 56]
     with llm.stream(prompts, SamplingParams(max_tokens=5, ignore_eos=True)):
-        llm._parts.engine.step()
+        llm._open_parts().engine.step()
         assert record_step(llm, monkeypatch) == documented("decode")

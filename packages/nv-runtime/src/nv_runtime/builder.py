@@ -11,7 +11,7 @@ import torch
 from tqdm import tqdm
 
 from nv_core import ConfigError, SamplingParams, Scheduler, SchedulerConfig
-from nv_kernels import AttentionBackend, select_attention_backend
+from nv_kernels import AttentionBackend, KernelInputError, select_attention_backend
 from nv_models import CausalLM, Checkpoint, ModelConfig, load_model, open_checkpoint
 from nv_runtime.engine import Engine
 from nv_runtime.engine_config import EngineConfig
@@ -101,6 +101,13 @@ def build_engine(config: EngineConfig) -> EngineParts:
         kv_cache_memory_bytes=config.kv_cache_memory_bytes,
         num_blocks=config.num_gpu_blocks_override,
     )
+    num_pool_tokens = num_blocks * block_size
+    if num_pool_tokens < max_model_len:
+        logger.warning(
+            "the KV cache holds %d tokens, less than max_model_len=%d: longer sequences end there",
+            num_pool_tokens,
+            max_model_len,
+        )
     kv_caches = allocate_kv_cache(spec, num_blocks, device=device)
     phases.end("KV cache")
 
@@ -124,7 +131,7 @@ def build_engine(config: EngineConfig) -> EngineParts:
         max_num_seqs=config.max_num_seqs,
         max_model_len=max_model_len,
         device=device,
-        use_graphs=device.type == "cuda" and not config.enforce_eager,
+        use_graphs=_uses_graphs(config, device),
         seed_of=lambda seq_id: derive_seed(config.seed, seq_id),
     )
     phases.log()
@@ -189,12 +196,15 @@ def _select_backend(
         )
 
     name = config.attention_backend
-    if config.block_size is not None:
-        return select(name, config.block_size), config.block_size
-    # 256 is a size that every backend takes, so that "auto" chooses freely.
-    name = select(name, DEFAULT_BLOCK_SIZES.get(name, 256)).name
-    block_size = DEFAULT_BLOCK_SIZES[name]
-    return select(name, block_size), block_size
+    try:
+        if config.block_size is not None:
+            return select(name, config.block_size), config.block_size
+        # 256 is a size that every backend takes, so that "auto" chooses freely.
+        name = select(name, DEFAULT_BLOCK_SIZES.get(name, 256)).name
+        block_size = DEFAULT_BLOCK_SIZES[name]
+        return select(name, block_size), block_size
+    except KernelInputError as error:
+        raise ConfigError(f"attention_backend: {error}") from error
 
 
 def _load(
@@ -237,7 +247,19 @@ def _all_eos_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> t
         *eos_token_ids(checkpoint.generation_config, source="generation_config.json"),
         *(tokenizer.eos_token_ids if tokenizer is not None else ()),
     ]
-    return tuple(dict.fromkeys(ids))
+    vocab_size = checkpoint.config.vocab_size
+    beyond = [token_id for token_id in ids if token_id >= vocab_size]
+    if beyond:
+        logger.warning(
+            "end-of-sequence tokens %s are ignored: the model's token ids are in [0, %d)",
+            beyond,
+            vocab_size,
+        )
+    return tuple(dict.fromkeys(token_id for token_id in ids if token_id < vocab_size))
+
+
+def _uses_graphs(config: EngineConfig, device: torch.device) -> bool:
+    return device.type == "cuda" and not config.enforce_eager
 
 
 def _schedules_ahead(config: EngineConfig, device: torch.device) -> bool:

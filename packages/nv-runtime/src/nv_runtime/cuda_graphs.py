@@ -45,11 +45,15 @@ def batch_buckets(max_num_seqs: int) -> list[int]:
 
 
 def context_bound(max_context_len: int, max_model_len: int) -> int:
-    """Upper bound that contexts of about this length share."""
+    """Upper bound that contexts of about this length share.
+
+    Returns:
+        At least `max_context_len`; otherwise at most `max_model_len`.
+    """
     bound = _SMALLEST_CONTEXT_BOUND
     while bound < max_context_len:
         bound *= 4
-    return min(bound, max_model_len)
+    return max(min(bound, max_model_len), max_context_len)
 
 
 class DecodeGraphs:
@@ -135,9 +139,8 @@ class MixedGraphs:
         num_tokens = plan.num_scheduled_tokens
         if num_tokens > _TOKEN_BUCKETS[-1] or len(plan.sequences) > _SEQ_BUCKETS[-1]:
             return None
-        longest = max(
-            entry.num_computed_tokens + entry.num_scheduled_tokens for entry in plan.sequences
-        )
+        # A sequence may hold blocks for more than it has computed: its table must fit as well.
+        longest = self._block_size * max(entry.num_blocks for entry in plan.sequences)
         bound = context_bound(longest, self._max_model_len)
         layout = StepLayout(
             num_tokens=_TOKEN_BUCKETS[bisect_left(_TOKEN_BUCKETS, num_tokens)],

@@ -22,13 +22,13 @@ class DecodeOutput:
     """What a decode step leaves behind.
 
     Attributes:
-        token_ids: Sampled tokens, [padded_size] int64; None if the logits are to be sampled
-            elsewhere.
-        logits: [padded_size, vocab_size].
+        token_ids: Sampled tokens, [padded_size] int64; None if the caller samples.
+        logits: [padded_size, vocab_size]; None if the tokens are sampled already, so that a graph
+            need not keep them.
     """
 
     token_ids: Tensor | None
-    logits: Tensor
+    logits: Tensor | None
 
 
 class DecodeStep:
@@ -66,7 +66,7 @@ class DecodeStep:
                 rows. If not, the caller samples from the logits and stores them.
 
         Returns:
-            Tokens and logits. The rows' lengths are advanced in any case.
+            Tokens or logits. The rows' lengths are advanced in any case.
         """
         padded_size = batch.shape[0]
         num_blocks = -(-max_context_len // self._block_size)
@@ -97,4 +97,4 @@ class DecodeStep:
         # A padding row's logits mean nothing; its token must still be one.
         token_ids = token_ids * is_active
         self._rows[:, TOKEN].index_copy_(0, rows, token_ids.int())
-        return DecodeOutput(token_ids, logits)
+        return DecodeOutput(token_ids, None)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from nv_core import ScheduledSequence, StepPlan
+from nv_runtime.sampler import MAX_TEMPERATURE
 
 # Columns of a row. Seeds are 64 bits, low half first, and stand at an even column.
 TOKEN, LENGTH, TEMPERATURE, IS_ACTIVE, SEED = 0, 1, 2, 3, 4
@@ -67,7 +68,7 @@ class DeviceBatch:
         device: torch.device,
         seed_of: Callable[[ScheduledSequence], int],
     ) -> None:
-        """Allocates rows for every sequence that can be resident.
+        """Allocates rows for every sequence that can be resident; all are free.
 
         Args:
             max_num_seqs: Most resident sequences.
@@ -85,13 +86,24 @@ class DeviceBatch:
         self.batch.fill_(self.padding_row)
         self._width = width
         self._batch_start = num_values
-        self._sent_batch = [self.padding_row] * max_batch
         self._seed_of = seed_of
-        self._device = device
-        self._row_of: dict[int, int] = {}
-        self._known = [_Row() for _ in range(max_num_seqs)]
-        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._staging = _StagingBuffers(device)
+        self._sent_batch: list[int] = []
+        self._row_of: dict[int, int] = {}
+        self._known: list[_Row] = []
+        self._free_rows: list[int] = []
+        self.forget()
+
+    def forget(self) -> None:
+        """Forgets what the device has: after a failure nobody knows how much of it arrived.
+
+        Every sequence gets a new row, and everything is sent anew, with the next plan that brings
+        it; its tokens must all be known to the host by then.
+        """
+        self._sent_batch = [-1] * self.batch.shape[0]
+        self._row_of = {}
+        self._known = [_Row() for _ in range(self.padding_row)]
+        self._free_rows = list(range(self.padding_row - 1, -1, -1))
 
     def row_of(self, seq_id: int) -> int:
         """Returns the row of a resident sequence that a plan has brought."""
@@ -174,7 +186,7 @@ class DeviceBatch:
 
     def _new_row(self, row: int, entry: ScheduledSequence) -> list[tuple[int, int]]:
         params = entry.sequence.sampling_params
-        temperature = 0.0 if params.is_greedy else params.temperature
+        temperature = 0.0 if params.is_greedy else min(params.temperature, MAX_TEMPERATURE)
         seed = self._seed_of(entry) % 2**64
         start = row * self._width
         return [

@@ -68,9 +68,10 @@ class Engine:
             The requests that got a token or ended; empty when there was nothing to run, or when
             the step's tokens are still on their way.
         """
+        # A policy that raises changes nothing: what is in flight goes on with the next call.
+        plan = self.scheduler.schedule()
         updated: list[Request] = []
         with self._dropping_requests_on_failure():
-            plan = self.scheduler.schedule()
             if plan is not None:
                 if self._in_flight and self._runner.needs_committed_tokens(plan):
                     updated += self._collect(keep=0)
@@ -125,7 +126,11 @@ class Engine:
             RequestError: The request cannot be served; everything else goes on.
         """
         if request_id is None:
+            while str(self._next_request_number) in self._ids:
+                self._next_request_number += 1
             request_id = str(self._next_request_number)
+        if not isinstance(request_id, str):
+            raise RequestError(f"request_id must be a str or None, got {request_id!r}")
         if request_id in self._ids:
             raise RequestError(
                 f"request_id={request_id!r} belongs to an unfinished request; choose another"
@@ -158,15 +163,23 @@ class Engine:
         self.scheduler.abort(seq_id)
         return self._note_progress(seq_id, sampled=False)
 
+    def abort_all(self) -> None:
+        """Ends every request."""
+        for request_id in list(self._ids):
+            self.abort_request(request_id)
+
     def _note_progress(self, seq_id: int, *, sampled: bool = True) -> Request:
         request = self._requests[seq_id]
         if sampled and request.meets_stop_text():
             self.scheduler.finish(seq_id, FinishReason.STOP)
         request.note_progress(now(), sampled=sampled)
         if request.is_finished:
-            del self._requests[seq_id]
-            del self._ids[request.request_id]
+            self._forget(request)
         return request
+
+    def _forget(self, request: Request) -> None:
+        self._requests.pop(request.sequence.seq_id, None)
+        self._ids.pop(request.request_id, None)
 
     @contextmanager
     def _dropping_requests_on_failure(self) -> Iterator[None]:
@@ -177,9 +190,13 @@ class Engine:
             self._in_flight.clear()
             plans = self.scheduler.plans_in_flight
             for entry in chain.from_iterable(plan.sequences for plan in plans):
-                if self.scheduler.finish(entry.seq_id, FinishReason.ERROR) is not None:
-                    self._note_progress(entry.seq_id, sampled=False)
+                self.scheduler.finish(entry.seq_id, FinishReason.ERROR)
             for plan in plans:
                 dropped = {entry.seq_id: 0 for entry in plan.sequences if entry.samples}
                 self.scheduler.commit(plan, dropped)
+            self._runner.reset()
+            for request in list(self._requests.values()):
+                if request.is_finished:
+                    request.note_progress(now(), sampled=False)
+                    self._forget(request)
             raise

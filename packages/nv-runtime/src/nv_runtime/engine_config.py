@@ -7,12 +7,14 @@ for each that makes sense there.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from os import PathLike
 from typing import TYPE_CHECKING
 
 import torch
 
 from nv_core import ConfigError
 from nv_core.keywords import unknown_keyword_error
+from nv_core.policies import make_policy
 from nv_models import LOAD_FORMATS, LoadFormat
 
 if TYPE_CHECKING:
@@ -107,7 +109,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         """Checks every field."""
-        object.__setattr__(self, "model", str(self.model))
+        if isinstance(self.model, PathLike):
+            object.__setattr__(self, "model", str(self.model))
         for name in ("max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
             self._check_positive(name)
         for name in (
@@ -128,21 +131,44 @@ class EngineConfig:
         if not isinstance(self.dtype, torch.dtype) and self.dtype not in ("auto", *DTYPES):
             names = ", ".join(("auto", *DTYPES))
             raise ConfigError(f"dtype must be one of {names}, got {self.dtype!r}")
+        for name in ("model", "device", "attention_backend"):
+            if not isinstance(getattr(self, name), str):
+                raise ConfigError(f"{name} must be a str, got {getattr(self, name)!r}")
+        for name in (
+            "enforce_eager",
+            "enable_prefix_caching",
+            "skip_tokenizer_init",
+            "show_progress",
+        ):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be a bool, got {getattr(self, name)!r}")
+        if self.async_scheduling is not None and not isinstance(self.async_scheduling, bool):
+            raise ConfigError(
+                f"async_scheduling must be a bool or None, got {self.async_scheduling!r}"
+            )
+        if self.max_model_len == 1:
+            raise ConfigError(
+                "max_model_len must be an integer of at least 2: a prompt and an output token"
+            )
+        # Unknown names fail here, before anything is loaded.
+        make_policy(self.scheduling_policy)
         self._check_choice("load_format", LOAD_FORMATS)
         self._check_choice("generation_config", GENERATION_CONFIGS)
         if not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed must be an integer in [0, 2**63), got {self.seed!r}")
 
     def resolve_device(self) -> torch.device:
-        """Returns the device to run on.
+        """Returns the device to run on; a CUDA device with its number.
 
         Raises:
             ConfigError: The device is unknown or absent.
         """
         if self.device == "auto":
-            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            name = "cuda" if torch.cuda.is_available() else "cpu"
+        else:
+            name = self.device
         try:
-            device = torch.device(self.device)
+            device = torch.device(name)
         except RuntimeError as error:
             raise ConfigError(
                 f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}"
@@ -154,6 +180,8 @@ class EngineConfig:
                 f"device={self.device!r} is not there: {torch.cuda.device_count()} CUDA devices "
                 "are visible; use device='cpu' or make the device visible"
             )
+        if device.type == "cuda" and device.index is None:
+            return torch.device("cuda", torch.cuda.current_device())
         return device
 
     def resolve_dtype(self, checkpoint_dtype: torch.dtype, device: torch.device) -> torch.dtype:

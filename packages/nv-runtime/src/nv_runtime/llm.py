@@ -9,7 +9,7 @@ from typing import Any
 from tqdm import tqdm
 
 from nv_core import RequestError, SamplingParams
-from nv_runtime.builder import build_engine
+from nv_runtime.builder import EngineParts, build_engine
 from nv_runtime.engine_config import EngineConfig
 from nv_runtime.outputs import RequestOutput
 from nv_runtime.prompt import (
@@ -47,8 +47,7 @@ class LLM:
                 what to change.
         """
         self.config = EngineConfig(model=model, **options)
-        self._parts = build_engine(self.config)
-        self._is_shut_down = False
+        self._parts: EngineParts | None = build_engine(self.config)
 
     def generate(
         self,
@@ -73,7 +72,7 @@ class LLM:
                 left running.
         """
         requests = self._add_requests(prompts, sampling_params)
-        engine = self._parts.engine
+        engine = self._open_parts().engine
         progress = _Progress(requests, disable=not use_tqdm)
         try:
             while progress.is_open:
@@ -88,8 +87,8 @@ class LLM:
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,  # noqa: FBT001, FBT002 - its place in vLLM
         *,
-        use_tqdm: bool = True,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -115,17 +114,22 @@ class LLM:
             RequestError: A conversation cannot be rendered or served.
         """
         conversations = _split_conversations(messages)
-        prompts = [
-            self.render_chat(
-                conversation,
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=tools,
-                chat_template_kwargs=chat_template_kwargs,
-            )
-            for conversation in conversations
-        ]
+        prompts = []
+        for index, conversation in enumerate(conversations):
+            try:
+                prompt = self.render_chat(
+                    conversation,
+                    chat_template=chat_template,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    tools=tools,
+                    chat_template_kwargs=chat_template_kwargs,
+                )
+            except RequestError as error:
+                if len(conversations) == 1:
+                    raise
+                raise RequestError(f"conversation {index}: {error}") from error
+            prompts.append(prompt)
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def render_chat(
@@ -185,7 +189,8 @@ class LLM:
         Raises:
             RequestError: At the call, not at the first step: a prompt cannot be served.
         """
-        return OutputStream(self._parts.engine, self._add_requests(prompts, sampling_params))
+        requests = self._add_requests(prompts, sampling_params)
+        return OutputStream(self._open_parts().engine, requests)
 
     def get_tokenizer(self) -> Tokenizer:
         """Returns the model's tokenizer.
@@ -193,26 +198,27 @@ class LLM:
         Raises:
             RequestError: The engine was made with `skip_tokenizer_init=True`.
         """
-        if self._parts.tokenizer is None:
+        tokenizer = self._open_parts().tokenizer
+        if tokenizer is None:
             raise RequestError(
                 "the engine has no tokenizer (skip_tokenizer_init=True); pass token ids"
             )
-        return self._parts.tokenizer
+        return tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Returns the parameters of requests that bring none."""
-        return self._parts.default_sampling_params
+        return self._open_parts().default_sampling_params
 
     @property
     def max_model_len(self) -> int:
         """Most tokens, prompt and output, of one sequence."""
-        return self._parts.max_model_len
+        return self._open_parts().max_model_len
 
     def shutdown(self) -> None:
         """Ends all requests and frees the model's memory; calling it again does nothing."""
-        if not self._is_shut_down:
-            self._is_shut_down = True
-            del self._parts
+        if self._parts is not None:
+            self._parts.engine.abort_all()
+            self._parts = None
 
     def __enter__(self) -> LLM:
         return self
@@ -230,26 +236,28 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[Request]:
-        if self._is_shut_down:
-            raise RequestError("this LLM has been shut down; make a new one")
+        parts = self._open_parts()
         items = split_prompts(prompts)
-        params = split_sampling_params(
-            sampling_params, self._parts.default_sampling_params, len(items)
-        )
+        params = split_sampling_params(sampling_params, parts.default_sampling_params, len(items))
         requests: list[Request] = []
         try:
             for item, item_params in zip(items, params, strict=True):
-                tokenized = tokenize_prompt(item, self._parts.tokenizer)
-                requests.append(self._parts.engine.add_request(tokenized, item_params))
-        except RequestError as error:
+                tokenized = tokenize_prompt(item, parts.tokenizer)
+                requests.append(parts.engine.add_request(tokenized, item_params))
+        except BaseException as error:
             self._abort_unfinished(requests)
-            if len(items) == 1:
+            if len(items) == 1 or not isinstance(error, RequestError):
                 raise
             raise RequestError(f"prompt {len(requests)}: {error}") from error
         return requests
 
+    def _open_parts(self) -> EngineParts:
+        if self._parts is None:
+            raise RequestError("this LLM has been shut down; make a new one")
+        return self._parts
+
     def _abort_unfinished(self, requests: list[Request]) -> None:
-        if self._is_shut_down:
+        if self._parts is None:
             return
         for request in requests:
             if not request.is_finished:
@@ -298,6 +306,11 @@ class _Progress:
 def _split_conversations(
     messages: Sequence[Message] | Sequence[Sequence[Message]],
 ) -> list[Sequence[Message]]:
+    if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
+        raise RequestError(
+            "messages must be a list of messages, or a list of such lists, got "
+            f"{type(messages).__name__}"
+        )
     if not messages:
         raise RequestError("messages is empty; a conversation needs at least one message")
     if isinstance(messages[0], Mapping):

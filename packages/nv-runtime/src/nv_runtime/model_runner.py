@@ -12,12 +12,14 @@ as CUDA graphs where there is CUDA, long mixed steps excepted.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from nv_core import SamplingParams, ScheduledSequence, StepPlan
+from nv_core import ScheduledSequence, SchedulingError, StepPlan
 from nv_kernels import LayerKVCache
 from nv_models import CausalLM
 from nv_runtime.cuda_graphs import DecodeGraphs, MixedGraphs
@@ -25,7 +27,7 @@ from nv_runtime.decode_step import DecodeOutput, DecodeStep
 from nv_runtime.device_batch import TOKEN, DeviceBatch
 from nv_runtime.input_builder import layout_of, pack_step
 from nv_runtime.mixed_step import MixedStep
-from nv_runtime.sampler import SamplingRow, sample
+from nv_runtime.sampler import SamplingRow, draws_by_temperature_alone, sample
 from nv_runtime.transfer import to_device
 
 
@@ -68,18 +70,19 @@ class ModelRunner:
             max_num_seqs: Most sequences that hold blocks at once.
             max_model_len: Longest sequence, in tokens.
             device: Where everything runs.
-            use_graphs: Whether decode steps run as CUDA graphs; CUDA only.
+            use_graphs: Whether decode steps and short mixed steps run as CUDA graphs; CUDA only.
             seed_of: Gives a seed, from its `seq_id`, to a sequence that brought none.
         """
         self._block_size = block_size
         self._device = device
-        self._seed_of_seq_id = seed_of
+        self._seed_of = seed_of
         self._batch = DeviceBatch(
             max_num_seqs=max_num_seqs,
             max_batch=max_num_seqs,
             max_blocks=-(-max_model_len // block_size),
             device=device,
-            seed_of=self._seed_of,
+            # No method of self: that would make a cycle, and keep a dropped model in memory.
+            seed_of=partial(_seed, seed_of=seed_of),
         )
         self._decode_step = DecodeStep(model, kv_caches, self._batch.rows, block_size=block_size)
         self._mixed_step = MixedStep(model, kv_caches)
@@ -107,7 +110,21 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
-        """Starts a step: forward pass, logits of the rows that need them, sampling."""
+        """Starts a step: forward pass, logits of the rows that need them, sampling.
+
+        After an error, `reset` must come before the next launch.
+        """
+        with self._on_device():
+            return self._launch(plan)
+
+    def reset(self) -> None:
+        """Forgets every sequence, after a step that failed; the next plans bring them anew.
+
+        All steps that were launched must be collected or given up, and their plans committed.
+        """
+        self._batch.forget()
+
+    def _launch(self, plan: StepPlan) -> StepHandle:
         changes = self._batch.follow(plan)
         entries = plan.sequences
         if not entries:
@@ -119,7 +136,9 @@ class ModelRunner:
             self._batch.send(changes)
             token_ids = self._run_mixed(plan)
         seq_ids = tuple(entry.seq_id for entry in entries if entry.samples)
-        return StepHandle(seq_ids, token_ids.to("cpu", non_blocking=True), self._mark())
+        # A copy in any case: a graph's output is overwritten by its next replay.
+        host_token_ids = token_ids.to("cpu", non_blocking=True, copy=True)
+        return StepHandle(seq_ids, host_token_ids, self._mark())
 
     def collect(self, handle: StepHandle) -> dict[int, int]:
         """Waits for a step and returns the token of each sequence that got one."""
@@ -140,9 +159,11 @@ class ModelRunner:
         samples = all(_draws_by_temperature_alone(entry) for entry in entries)
         run: Callable[..., DecodeOutput] = self._decode_step if graphs is None else graphs.run
         output = run(batch, max_context_len=longest, samples=samples)
-        if output.token_ids is not None:
-            return output.token_ids[: len(entries)]
-        return self._sample(output.logits[: len(entries)], entries)
+        if output.logits is not None:
+            return self._sample(output.logits[: len(entries)], entries)
+        if output.token_ids is None:
+            raise SchedulingError("a decode step returned neither tokens nor logits")
+        return output.token_ids[: len(entries)]
 
     def _run_mixed(self, plan: StepPlan) -> Tensor:
         """Runs any plan; returns the tokens of the entries that sample, in order."""
@@ -183,6 +204,10 @@ class ModelRunner:
     def _indices(self, values: list[int]) -> Tensor:
         return to_device(values, torch.int64, self._device)
 
+    def _on_device(self) -> AbstractContextManager[object]:
+        """Makes the runner's device the current one, on which graphs and streams are made."""
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+
     def _mark(self) -> torch.cuda.Event | None:
         if self._device.type != "cuda":
             return None
@@ -190,29 +215,32 @@ class ModelRunner:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def _seed_of(self, entry: ScheduledSequence) -> int:
-        seed = entry.sequence.sampling_params.seed
-        return self._seed_of_seq_id(entry.seq_id) if seed is None else seed
-
     def _sampling_row(self, entry: ScheduledSequence) -> SamplingRow:
         seq = entry.sequence
         return SamplingRow(
             params=seq.sampling_params,
-            seed=self._seed_of(entry),
-            position=entry.num_computed_tokens + entry.num_scheduled_tokens,
+            seed=_seed(entry, self._seed_of),
+            position=_position_sampled(entry),
             token_ids=seq.token_ids,
             num_prompt_tokens=seq.num_prompt_tokens,
             stop_token_ids=seq.stop_token_ids,
         )
 
 
+def _position_sampled(entry: ScheduledSequence) -> int:
+    """Position in the sequence of the token that the entry yields."""
+    return entry.num_computed_tokens + entry.num_scheduled_tokens
+
+
 def _draws_by_temperature_alone(entry: ScheduledSequence) -> bool:
-    params: SamplingParams = entry.sequence.sampling_params
-    position = entry.num_computed_tokens + entry.num_scheduled_tokens
-    num_output = position - entry.sequence.num_prompt_tokens
-    filters = params.top_p < 1 or params.top_k > 0 or params.min_p > 0
-    return (
-        params.repetition_penalty == 1
-        and num_output >= params.min_tokens
-        and (params.is_greedy or not filters)
+    seq = entry.sequence
+    return draws_by_temperature_alone(
+        seq.sampling_params,
+        position=_position_sampled(entry),
+        num_prompt_tokens=seq.num_prompt_tokens,
     )
+
+
+def _seed(entry: ScheduledSequence, seed_of: Callable[[int], int]) -> int:
+    seed = entry.sequence.sampling_params.seed
+    return seed_of(entry.seq_id) if seed is None else seed

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, TypedDict, cast
 
 from typing_extensions import NotRequired
@@ -52,12 +53,14 @@ def split_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """
     if isinstance(prompts, (str, Mapping)):
         return [cast("Prompt", prompts)]
+    if hasattr(prompts, "tolist"):  # an array or a tensor
+        prompts = cast("Sequence[Prompt]", prompts.tolist())
     if not isinstance(prompts, Sequence):
         raise RequestError(
             "prompts must be text, a mapping with 'prompt' or 'prompt_token_ids', a list of token "
             f"ids, or a list of these; got {type(prompts).__name__}"
         )
-    if prompts and all(isinstance(item, int) for item in prompts):
+    if prompts and all(isinstance(item, Integral) for item in prompts):
         return [cast("Prompt", prompts)]
     return list(cast("Sequence[Prompt]", prompts))
 
@@ -110,7 +113,7 @@ def tokenize_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> TokenizedPro
             )
         if "prompt" not in mapping:
             raise RequestError(
-                f"a prompt mapping needs 'prompt' or 'prompt_token_ids', got keys {sorted(mapping)}"
+                f"a prompt mapping needs 'prompt' or 'prompt_token_ids', got keys {list(mapping)}"
             )
         prompt = mapping["prompt"]
     if isinstance(prompt, str):
@@ -124,6 +127,8 @@ def tokenize_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> TokenizedPro
 
 
 def _as_token_ids(value: object) -> list[int]:
+    if hasattr(value, "tolist"):  # an array or a tensor
+        value = value.tolist()
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
         raise RequestError(f"prompt_token_ids must be a list of token ids, got {value!r:.80}")
     return list(value)

@@ -6,6 +6,7 @@ It joins the scheduler's sequence with text and times; it decides nothing.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 from nv_core import FinishReason, Sequence
 from nv_runtime.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -113,14 +114,20 @@ class Request:
             outputs=[completion],
             finished=self.is_finished,
             num_cached_tokens=seq.num_cached_tokens,
-            metrics=self.metrics,
+            metrics=replace(self.metrics),
         )
 
     def _decode(self) -> None:
         if self._decoder is None:
             return
-        self._text += self._decoder.push(self.sequence.token_ids[self._num_decoded :])
-        self._num_decoded = self.sequence.num_tokens
+        seq = self.sequence
+        new_tokens = seq.token_ids[self._num_decoded :]
+        self._num_decoded = seq.num_tokens
+        params = seq.sampling_params
+        if seq.finish_reason is FinishReason.STOP and not params.include_stop_str_in_output:
+            # The token that ended it is no part of what it says, as in vLLM.
+            new_tokens = new_tokens[:-1]
+        self._text += self._decoder.push(new_tokens)
         if self.is_finished:
             self._text += self._decoder.finish()
             self._decoder = None

@@ -18,6 +18,9 @@ from nv_core import SamplingParams
 from nv_kernels import sample_tokens
 from nv_runtime.transfer import to_device
 
+MAX_TEMPERATURE = 1e30
+"""Higher temperatures are cut to this, which makes every token equally likely all the same."""
+
 
 @dataclass(frozen=True)
 class SamplingRow:
@@ -64,7 +67,7 @@ def sample(logits: Tensor, rows: Seq[SamplingRow]) -> Tensor:
     if any(_filters(p) for p in params):
         scores = _filter(scores.float(), params)
 
-    temperatures = [0.0 if p.is_greedy else p.temperature for p in params]
+    temperatures = [0.0 if p.is_greedy else min(p.temperature, MAX_TEMPERATURE) for p in params]
     device = logits.device
     return sample_tokens(
         scores,
@@ -72,6 +75,20 @@ def sample(logits: Tensor, rows: Seq[SamplingRow]) -> Tensor:
         to_device([_signed(row.seed) for row in rows], torch.int64, device),
         to_device([row.position for row in rows], torch.int64, device),
     )
+
+
+def draws_by_temperature_alone(
+    params: SamplingParams, *, position: int, num_prompt_tokens: int
+) -> bool:
+    """Whether a row's logits need no change but the division by its temperature.
+
+    Args:
+        params: What the caller asked for.
+        position: Position in the sequence that the new token will have.
+        num_prompt_tokens: Tokens of the prompt.
+    """
+    is_too_short = position - num_prompt_tokens < params.min_tokens
+    return params.repetition_penalty == 1 and not is_too_short and not _filters(params)
 
 
 def derive_seed(engine_seed: int, request_number: int) -> int:
@@ -91,12 +108,16 @@ def _filter(scores: Tensor, params: Seq[SamplingParams]) -> Tensor:
         return to_device(values, torch.float32, scores.device)[:, None]
 
     chosen = to_device(rows, torch.int64, scores.device)
-    kept = scores[chosen] / column([params[i].temperature for i in rows])
+    kept = scores[chosen] / column([min(params[i].temperature, MAX_TEMPERATURE) for i in rows])
     if any(params[i].min_p > 0 for i in rows):
         kept = _keep_min_p(kept, column([params[i].min_p for i in rows]))
     if any(params[i].top_p < 1 or params[i].top_k > 0 for i in rows):
         vocab_size = scores.shape[-1]
-        top_k = to_device([params[i].top_k or vocab_size for i in rows], torch.int64, scores.device)
+        top_k = to_device(
+            [min(params[i].top_k or vocab_size, vocab_size) for i in rows],
+            torch.int64,
+            scores.device,
+        )
         kept = _keep_top(kept, top_k[:, None], column([params[i].top_p for i in rows]))
     filtered = scores.clone()
     filtered[chosen] = scores[chosen].masked_fill(kept == -torch.inf, -torch.inf)
@@ -115,11 +136,11 @@ def _keep_top(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     rank = torch.arange(scores.shape[-1], device=scores.device)
     ordered = ordered.masked_fill(rank >= top_k, -torch.inf)
     probabilities = ordered.softmax(dim=-1)
-    # A token stays while the probability of those before it has not reached top-p, so the best
-    # one always does.
+    # A token stays while the probability of those before it has not reached top-p; the best one
+    # always does, also where top-p is rounded to 0.
     before = probabilities.cumsum(dim=-1) - probabilities
     # Where top-p is off, rounding of the sum must not drop the tail.
-    ordered = ordered.masked_fill((before >= top_p) & (top_p < 1), -torch.inf)
+    ordered = ordered.masked_fill((before >= top_p) & (top_p < 1) & (rank > 0), -torch.inf)
     return torch.empty_like(scores).scatter_(-1, order, ordered)
 
 
@@ -129,8 +150,7 @@ def _filters(params: SamplingParams) -> bool:
 
 
 def _changes_logits(row: SamplingRow) -> bool:
-    params = row.params
-    return params.repetition_penalty != 1 or _too_short(row)
+    return row.params.repetition_penalty != 1 or _too_short(row)
 
 
 def _too_short(row: SamplingRow) -> bool:

@@ -30,7 +30,7 @@ class OutputStream(Iterator[RequestOutput]):
     def __next__(self) -> RequestOutput:
         while self._open:
             for position, request in enumerate(self._open):
-                if request.has_news:
+                if request.has_news or request.is_finished:
                     output = request.take_output()
                     # Those before it had no news: look at those behind it first next time.
                     self._open = self._open[position + 1 :] + self._open[: position + 1]

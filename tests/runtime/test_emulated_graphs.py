@@ -1,0 +1,159 @@
+"""The runner with graphs, on a CPU: a "graph" here re-runs the captured function into its outputs.
+
+That keeps everything but the speed: fixed addresses, padded sizes, inputs that are copied in, state
+that a capture must not change, and outputs that the next replay overwrites.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import nv_runtime.builder
+import nv_runtime.cuda_graphs
+import tiny_checkpoints
+from nv_core import SamplingParams, Step
+from nv_runtime import LLM
+from nv_runtime.decode_step import DecodeOutput
+from nv_runtime.device_batch import DeviceBatch
+
+Output = Tensor | DecodeOutput
+
+
+def tensors_of(output: Output) -> list[Tensor | None]:
+    return [output] if isinstance(output, Tensor) else [output.token_ids, output.logits]
+
+
+class EmulatedGraph:
+    def __init__(self, run: Callable[[], Output], output: Output) -> None:
+        self._run = run
+        self._output = output
+        self.num_replays = 0
+
+    def replay(self) -> None:
+        self.num_replays += 1
+        for kept, fresh in zip(tensors_of(self._output), tensors_of(self._run()), strict=True):
+            if kept is not None and fresh is not None:
+                kept.copy_(fresh)
+
+
+class Emulator:
+    """Patches captures; counts graphs."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.graphs: list[EmulatedGraph] = []
+        self.batches: list[DeviceBatch] = []
+        make = DeviceBatch.__init__
+
+        def remember(batch: DeviceBatch, **options: Any) -> None:  # noqa: ANN401
+            make(batch, **options)
+            self.batches.append(batch)
+
+        patch.setattr(DeviceBatch, "__init__", remember)
+        patch.setattr(nv_runtime.cuda_graphs, "capture", self.capture)
+        patch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+        patch.setattr(nv_runtime.builder, "_uses_graphs", lambda *_: True)
+
+    def capture(self, run: Callable[[], Output], _pool: object) -> tuple[EmulatedGraph, Output]:
+        # A capture runs nothing: whatever this run writes is put back.
+        before = [batch.rows.clone() for batch in self.batches]
+        output = run()
+        for batch, rows in zip(self.batches, before, strict=True):
+            batch.rows.copy_(rows)
+        self.graphs.append(EmulatedGraph(run, output))
+        return self.graphs[-1], output
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoints.write_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+def make_llm(checkpoint: Path, **options: Any) -> LLM:  # noqa: ANN401 - LLM's own options
+    defaults: dict[str, Any] = {
+        "device": "cpu",
+        "dtype": "float32",
+        "block_size": 4,
+        "max_model_len": 256,
+        "num_gpu_blocks_override": 300,
+        "skip_tokenizer_init": True,
+        "show_progress": False,
+    }
+    return LLM(str(checkpoint), **{**defaults, **options})
+
+
+def run(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def random_requests(seed: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(131) for _ in range(rng.randrange(1, 60))] for _ in range(20)]
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.9},
+        {"temperature": 1.2, "top_k": 5},
+        {"temperature": 0.7, "repetition_penalty": 1.3},
+        {"temperature": 1.0, "min_tokens": 4, "stop_token_ids": list(range(0, 131, 9))},
+    ]
+    params = [
+        SamplingParams(
+            seed=i, max_tokens=rng.randrange(4, 30), ignore_eos=True, **rng.choice(kinds)
+        )
+        for i in range(20)
+    ]
+    return prompts, params
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_graphs_change_no_token(
+    checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int,
+    ahead: bool,  # noqa: FBT001 - a parameter
+) -> None:
+    requests = random_requests(seed)
+    options = {"max_num_seqs": 7, "num_gpu_blocks_override": 40, "max_num_batched_tokens": 48}
+    with make_llm(checkpoint, **options) as llm:
+        expected = run(llm, *requests)
+    with monkeypatch.context() as patch:
+        emulator = Emulator(patch)
+        with make_llm(checkpoint, async_scheduling=ahead, **options) as llm:
+            assert run(llm, *requests) == expected
+            assert run(llm, *requests) == expected
+        assert sum(graph.num_replays for graph in emulator.graphs) > 20
+
+
+class ChunksThatReserve:
+    """Admits a whole prompt's blocks at once, and computes it a few tokens at a time."""
+
+    def schedule(self, step: Step) -> None:
+        for seq in [*step.running, *step.waiting]:
+            step.take(seq, 16 if step.uncached_tokens(seq) > 1 else None, reserve=seq.num_tokens)
+
+
+@pytest.mark.parametrize("policy", ["mixed", "prefill_first", ChunksThatReserve()])
+def test_short_chunks_of_a_long_prompt_hold_more_blocks_than_they_have_computed(
+    checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    policy: Any,  # noqa: ANN401
+) -> None:
+    monkeypatch.setattr(nv_runtime.cuda_graphs, "_SMALLEST_CONTEXT_BOUND", 16)
+    prompts = [[i % 131 for i in range(200)], [5] * 30]
+    params = [SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)] * 2
+    with make_llm(checkpoint) as llm:
+        expected = run(llm, prompts, params)
+    with monkeypatch.context() as patch:
+        emulator = Emulator(patch)
+        options = {"scheduling_policy": policy, "max_num_batched_tokens": 24}
+        with make_llm(checkpoint, **options) as llm:
+            assert run(llm, prompts, params) == expected
+        assert emulator.graphs

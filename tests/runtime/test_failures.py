@@ -1,0 +1,268 @@
+"""Whatever fails in a step: its requests end, nothing leaks, later answers are right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny_checkpoints
+from nv_core import RequestError, SamplingParams, Step
+from nv_core.policies import Mixed
+from nv_runtime import LLM
+from nv_runtime.device_batch import DeviceBatch
+from nv_runtime.model_runner import ModelRunner
+from nv_runtime.request import Request
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+PENALISED = GREEDY.clone(repetition_penalty=1.2)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoints.write_checkpoint(tmp_path_factory.mktemp("tiny"), tokenizer=True)
+
+
+def make_llm(checkpoint: Path, **options: Any) -> LLM:  # noqa: ANN401 - LLM's own options
+    defaults: dict[str, Any] = {
+        "device": "cpu",
+        "dtype": "float32",
+        "block_size": 4,
+        "max_model_len": 128,
+        "num_gpu_blocks_override": 100,
+        "max_num_seqs": 3,
+        "show_progress": False,
+    }
+    return LLM(str(checkpoint), **{**defaults, **options})
+
+
+@pytest.fixture(params=[False, True], ids=["in step", "one step ahead"])
+def llm(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[LLM]:
+    with make_llm(checkpoint, async_scheduling=request.param) as llm:
+        yield llm
+
+
+def answers(llm: LLM, params: SamplingParams = GREEDY) -> list[list[int]]:
+    outputs = llm.generate(["the fox", "a dog", "1 2 3", "sea"], params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def assert_idle(llm: LLM) -> None:
+    engine = llm._open_parts().engine
+    engine.scheduler.check_invariants()
+    assert not engine.scheduler.has_unfinished
+    assert engine.scheduler.num_free_blocks == 100
+    assert engine.scheduler.num_in_flight == 0
+    assert not engine._requests
+    assert not engine._ids
+
+
+class BoomError(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("owner", "method"),
+    [
+        (ModelRunner, "launch"),
+        (ModelRunner, "collect"),
+        (DeviceBatch, "follow"),
+        (DeviceBatch, "prepare_decode"),
+        (DeviceBatch, "send"),
+        (Request, "note_progress"),
+        (Request, "note_scheduled"),
+    ],
+)
+@pytest.mark.parametrize("after", [0, 1, 4, 9])
+@pytest.mark.parametrize("params", [GREEDY, PENALISED])
+def test_a_failure_anywhere_in_a_step(
+    llm: LLM,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: type,
+    method: str,
+    after: int,
+    params: SamplingParams,
+) -> None:
+    expected = answers(llm, params)
+    original = getattr(owner, method)
+    for when in ("before", "behind"):
+        calls = 0
+
+        def failing(*args: Any, when: str = when, **options: Any) -> Any:  # noqa: ANN401
+            nonlocal calls
+            calls += 1
+            if calls == after + 1 and when == "before":
+                raise BoomError
+            result = original(*args, **options)
+            if calls == after + 1:
+                raise BoomError
+            return result
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, method, failing)
+            with pytest.raises(BoomError):
+                answers(llm, params)
+        assert_idle(llm)
+        assert answers(llm, params) == expected
+        assert_idle(llm)
+
+
+def test_a_stream_whose_step_failed_ends_with_an_error(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = llm.stream(["the fox", "a dog"], GREEDY)
+    next(stream)
+    with monkeypatch.context() as patch:
+
+        def fail(*_: object) -> None:
+            raise BoomError
+
+        patch.setattr(ModelRunner, "collect", fail)
+        with pytest.raises(BoomError):
+            list(stream)
+    rest = list(stream)
+    assert {output.outputs[0].finish_reason for output in rest} == {"error"}
+    assert len(rest) == 2
+    assert_idle(llm)
+
+
+class MoodyPolicy(Mixed):
+    """Works, but for one step."""
+
+    is_moody = False
+
+    def schedule(self, step: Step) -> None:
+        super().schedule(step)
+        if self.is_moody:
+            self.is_moody = False
+            raise BoomError
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_policy_that_raises_costs_nobody_anything(
+    checkpoint: Path,
+    ahead: bool,  # noqa: FBT001 - a parameter
+) -> None:
+    policy = MoodyPolicy()
+    with make_llm(checkpoint, scheduling_policy=policy, async_scheduling=ahead) as llm:
+        expected = answers(llm)[:2]
+        streams = [llm.stream(prompt, GREEDY) for prompt in ("the fox", "a dog")]
+        next(streams[0])
+        policy.is_moody = True
+        with pytest.raises(BoomError):
+            list(streams[0])
+        finals = [list(stream)[-1] for stream in streams]
+        assert [list(final.outputs[0].token_ids) for final in finals] == expected
+        assert [final.outputs[0].finish_reason for final in finals] == ["length"] * 2
+        assert_idle(llm)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 1e39},
+        {"top_k": 2**63},
+        {"temperature": 1e39, "top_k": 2**70, "top_p": 1e-300},
+        {"temperature": 2e-5, "min_p": 1.0},
+        {"repetition_penalty": 1e300},
+        {"min_tokens": 3, "stop_token_ids": [330]},
+        {"seed": 2**64 - 1},
+    ],
+)
+def test_an_odd_value_costs_nobody_anything(llm: LLM, params: dict[str, Any]) -> None:
+    expected = answers(llm)[0]
+    stream = llm.stream("the fox", GREEDY)
+    next(stream)
+    odd = SamplingParams(max_tokens=4, ignore_eos=True, **params)
+    (output,) = llm.generate("a dog", odd, use_tqdm=False)
+    assert output.finished
+    assert list(list(stream)[-1].outputs[0].token_ids) == expected
+    assert_idle(llm)
+
+
+def test_a_tiny_top_p_keeps_the_best_token(llm: LLM) -> None:
+    expected = answers(llm)
+    tiny = GREEDY.clone(temperature=1.0, top_p=1e-60, seed=1)
+    assert answers(llm, tiny) == expected
+
+
+def test_a_failure_while_requests_are_added_leaves_none(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts: list[Any] = ["fine", {3: 4, "a": 1}]
+    with pytest.raises(RequestError, match="prompt 1: "):
+        llm.generate(prompts, GREEDY)
+    assert_idle(llm)
+    tokenizer = llm.get_tokenizer()
+    original, calls = tokenizer.encode, 0
+
+    def interrupted(text: str, **options: Any) -> list[int]:  # noqa: ANN401
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyboardInterrupt
+        return original(text, **options)
+
+    monkeypatch.setattr(tokenizer, "encode", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["a", "b", "c", "d"], GREEDY, use_tqdm=False)
+    assert_idle(llm)
+
+
+def test_end_tokens_beyond_the_vocabulary_are_ignored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tiny_checkpoints.write_checkpoint(
+        tmp_path, tokenizer=True, generation_config={"eos_token_id": [2, 9999]}
+    )
+    with make_llm(path) as llm:
+        params = SamplingParams(temperature=0, max_tokens=6, min_tokens=3)
+        assert llm.generate("the fox", params, use_tqdm=False)[0].finished
+    assert "[9999] are ignored" in caplog.text
+
+
+def test_a_shut_down_engine_says_so_and_is_gone(checkpoint: Path) -> None:
+    import weakref
+
+    llm = make_llm(checkpoint)
+    stream = llm.stream(["the fox", "a dog"], GREEDY)
+    next(stream)
+    model = weakref.ref(llm._open_parts().engine._runner._mixed_step._model)
+    llm.shutdown()
+    assert {output.outputs[0].finish_reason for output in stream} == {"abort"}
+    for use in (
+        llm.get_tokenizer,
+        llm.get_default_sampling_params,
+        lambda: llm.max_model_len,
+        lambda: llm.chat([{"role": "user", "content": "hi"}]),
+    ):
+        with pytest.raises(RequestError, match="shut down"):
+            use()
+    del stream
+    assert model() is None, "the model is kept alive by a cycle"
+
+
+def test_request_ids(llm: LLM) -> None:
+    from nv_runtime.prompt import TokenizedPrompt
+
+    engine = llm._open_parts().engine
+    prompt = TokenizedPrompt(None, [1, 2, 3])
+    names = ("1", None, None)
+    requests = [engine.add_request(prompt, GREEDY, request_id=name) for name in names]
+    assert len({request.request_id for request in requests}) == 3
+    with pytest.raises(RequestError, match="'1' belongs to an unfinished request"):
+        engine.add_request(prompt, GREEDY, request_id="1")
+    with pytest.raises(RequestError, match="must be a str"):
+        engine.add_request(prompt, GREEDY, request_id=7)  # type: ignore[arg-type]
+    engine.abort_all()
+    assert_idle(llm)
+
+
+def test_times_in_an_output_do_not_change_later(llm: LLM) -> None:
+    outputs = list(llm.stream("the fox", GREEDY))
+    assert outputs[0].metrics is not None
+    assert outputs[0].metrics.finished_time is None
+    assert outputs[-1].metrics is not None
+    assert outputs[-1].metrics.finished_time is not None
