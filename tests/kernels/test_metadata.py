@@ -51,6 +51,7 @@ def test_it_cannot_be_changed() -> None:
         ("slot_mapping", int32(12, 13, 4).float(), "slot_mapping has dtype torch.float32"),
         ("max_query_len", -1, "max_query_len is -1"),
         ("max_context_len", -2, "max_context_len is -2"),
+        ("min_query_len", -3, "min_query_len is -3"),
     ],
 )
 def test_disagreeing_parts_are_refused(name: str, bad: object, message: str) -> None:
@@ -68,11 +69,19 @@ def test_from_lists() -> None:
     # 3 * 4 + 0, 3 * 4 + 1; position 4 is the first of block 1; positions 5 to 7 are in block 9.
     assert metadata.slot_mapping.tolist() == [12, 13, 4, 37, 38, 39]
     assert (metadata.max_query_len, metadata.max_context_len) == (3, 8)
+    assert metadata.min_query_len == 1
+
+
+def test_from_lists_takes_padding_for_no_query() -> None:
+    metadata = AttentionMetadata.from_lists(
+        [4, 2, 0], [4, 9, 0], [[0], [1, 2, 3], []], block_size=4
+    )
+    assert metadata.min_query_len == 2
 
 
 def test_from_lists_of_nothing() -> None:
     metadata = AttentionMetadata.from_lists([], [], [], block_size=4)
-    assert (metadata.num_seqs, metadata.num_tokens) == (0, 0)
+    assert (metadata.num_seqs, metadata.num_tokens, metadata.min_query_len) == (0, 0, 0)
     assert metadata.cu_seqlens_q.tolist() == [0]
 
 
