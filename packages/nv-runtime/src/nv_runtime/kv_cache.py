@@ -18,9 +18,9 @@ from nv_models import ModelConfig
 logger = logging.getLogger(__name__)
 
 GIB = 1024**3
-_CUDA_WORKSPACE_BYTES = GIB // 2
-"""Left free on a GPU for library workspaces and the allocator's fragmentation."""
-_CPU_DEFAULT_BYTES = 4 * GIB
+CUDA_WORKSPACE_BYTES = GIB
+"""Left free on a GPU for graphs, library workspaces and the allocator's fragmentation."""
+CPU_DEFAULT_BYTES = 4 * GIB
 """Largest default pool on a CPU, unless one sequence of `max_model_len` needs more."""
 
 
@@ -101,8 +101,8 @@ def size_kv_cache(
         source = f"gpu_memory_utilization={gpu_memory_utilization}"
         remedy = "raise gpu_memory_utilization, lower max_num_batched_tokens or free the device"
     else:
-        free = _available_cpu_bytes() // 2
-        available = min(free, max(_CPU_DEFAULT_BYTES, needed * spec.block_bytes))
+        free = available_cpu_bytes() // 2
+        available = min(free, max(CPU_DEFAULT_BYTES, needed * spec.block_bytes))
         source = "half of the free memory"
         remedy = "set kv_cache_memory_bytes"
     count = min(max(available, 0) // spec.block_bytes, useful)
@@ -199,7 +199,7 @@ def _available_cuda_bytes(
     free, total = torch.cuda.mem_get_info(device)
     # What is in use counts whoever uses it: the share is of the device, not of this process.
     used = total - free
-    reserve = activation_bytes + _CUDA_WORKSPACE_BYTES
+    reserve = activation_bytes + CUDA_WORKSPACE_BYTES
     available = int(total * gpu_memory_utilization) - used - reserve
     logger.info(
         "device memory: %.2f GiB in all, %.2f in use, %.2f kept for activations and workspaces",
@@ -210,7 +210,8 @@ def _available_cuda_bytes(
     return available
 
 
-def _available_cpu_bytes() -> int:
+def available_cpu_bytes() -> int:
+    """Returns the memory that is free on this machine, as far as the system tells."""
     page = os.sysconf("SC_PAGE_SIZE")
     try:
         return page * os.sysconf("SC_AVPHYS_PAGES")

@@ -122,7 +122,10 @@ def tokenize_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> TokenizedPro
                 "prompt is text, but the engine has no tokenizer (skip_tokenizer_init=True); "
                 "pass token ids"
             )
-        return TokenizedPrompt(prompt, tokenizer.encode(prompt))
+        token_ids = tokenizer.encode(prompt)
+        if not token_ids:
+            raise RequestError("the prompt is empty: its text has no tokens")
+        return TokenizedPrompt(prompt, token_ids)
     return TokenizedPrompt(None, _as_token_ids(prompt))
 
 

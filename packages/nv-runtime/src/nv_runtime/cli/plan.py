@@ -6,24 +6,24 @@ cache in what is left. Brings torch; import it inside functions only.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from nv_models import Checkpoint, ModelConfig, WeightError
-from nv_runtime.kv_cache import KVCacheSpec, estimate_activation_bytes
+from nv_runtime.kv_cache import (
+    CPU_DEFAULT_BYTES,
+    CUDA_WORKSPACE_BYTES,
+    KVCacheSpec,
+    available_cpu_bytes,
+    estimate_activation_bytes,
+)
 
 if TYPE_CHECKING:
     from nv_runtime.engine_config import EngineConfig
 
 __all__ = ["Fit", "ModelFacts", "count_parameters", "fit_memory", "gather_facts"]
-
-_GIB = 1024**3
-# As `nv_runtime.kv_cache` leaves free on a GPU, and takes at most on a CPU.
-_CUDA_WORKSPACE_BYTES = _GIB // 2
-_CPU_DEFAULT_BYTES = 4 * _GIB
 
 
 @dataclass(frozen=True)
@@ -166,16 +166,19 @@ def fit_memory(
     share = engine.gpu_memory_utilization
     if memory_bytes is not None:
         memory, usable = "memory to plan for", int(memory_bytes * share)
-        left = usable - weight_bytes - activation_bytes - _CUDA_WORKSPACE_BYTES
+        left = usable - weight_bytes - activation_bytes - CUDA_WORKSPACE_BYTES
     elif device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         memory = f"{torch.cuda.get_device_name(device)}, {share:.0%} of it less what is in use"
         usable = int(total * share) - (total - free)
-        left = usable - weight_bytes - activation_bytes - _CUDA_WORKSPACE_BYTES
+        left = usable - weight_bytes - activation_bytes - CUDA_WORKSPACE_BYTES
     else:
-        memory, usable = "free memory of this machine", _free_cpu_bytes()
+        memory, usable = "free memory of this machine", available_cpu_bytes()
         one_sequence = config.max_position_embeddings * token_bytes
-        left = min((usable - weight_bytes) // 2, max(_CPU_DEFAULT_BYTES, one_sequence))
+        left = min((usable - weight_bytes) // 2, max(CPU_DEFAULT_BYTES, one_sequence))
+    # The engine makes no more than all sequences at full length could use.
+    useful = engine.max_num_seqs * config.max_position_embeddings * token_bytes
+    left = min(left, useful)
     return Fit(
         memory=memory,
         memory_bytes=usable,
@@ -194,12 +197,3 @@ def _kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
         dtype=dtype,
     )
     return spec.token_bytes
-
-
-def _free_cpu_bytes() -> int:
-    page = os.sysconf("SC_PAGE_SIZE")
-    try:
-        return page * os.sysconf("SC_AVPHYS_PAGES")
-    except (ValueError, OSError):
-        # macOS does not tell the available pages.
-        return page * os.sysconf("SC_PHYS_PAGES") // 2
