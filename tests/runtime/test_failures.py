@@ -266,3 +266,31 @@ def test_times_in_an_output_do_not_change_later(llm: LLM) -> None:
     assert outputs[0].metrics.finished_time is None
     assert outputs[-1].metrics is not None
     assert outputs[-1].metrics.finished_time is not None
+
+
+class Bouncer(Mixed):
+    """Drops every prompt of more than ten tokens."""
+
+    def schedule(self, step: Step) -> None:
+        for seq in list(step.waiting):
+            if len(seq.token_ids) > 10:
+                step.drop(seq, "too long for this house")
+        super().schedule(step)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_request_that_the_policy_drops_is_answered(
+    checkpoint: Path,
+    ahead: bool,  # noqa: FBT001 - a parameter
+) -> None:
+    with make_llm(checkpoint, scheduling_policy=Bouncer(), async_scheduling=ahead) as llm:
+        outputs = llm.generate([[5] * 3, [6] * 11, [7] * 4], GREEDY, use_tqdm=False)
+        answers = [output.outputs[0] for output in outputs]
+        assert [answer.finish_reason for answer in answers] == ["length", "error", "length"]
+        assert answers[1].stop_reason == "too long for this house"
+        assert list(answers[1].token_ids) == []
+        assert all(output.finished for output in outputs)
+        assert_idle(llm)
+        (alone,) = llm.generate([[6] * 12], GREEDY, use_tqdm=False)
+        assert alone.outputs[0].finish_reason == "error"
+        assert_idle(llm)

@@ -65,8 +65,8 @@ class Engine:
         """Runs one step.
 
         Returns:
-            The requests that got a token or ended; empty when there was nothing to run, or when
-            the step's tokens are still on their way.
+            The requests that got a token or ended, also those that the policy dropped; empty when
+            there was nothing to run, or when the step's tokens are still on their way.
         """
         # A policy that raises changes nothing: what is in flight goes on with the next call.
         plan = self.scheduler.schedule()
@@ -75,6 +75,7 @@ class Engine:
             if plan is not None:
                 if self._in_flight and self._runner.needs_committed_tokens(plan):
                     updated += self._collect(keep=0)
+                updated += [self._note_progress(s.seq_id, sampled=False) for s in plan.dropped]
                 self._launch(plan)
             updated += self._collect(keep=0 if plan is None else self._num_steps_ahead)
             if not self.scheduler.has_unfinished:

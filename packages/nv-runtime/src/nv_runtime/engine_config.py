@@ -14,7 +14,7 @@ import torch
 
 from nv_core import ConfigError
 from nv_core.keywords import unknown_keyword_error
-from nv_core.policies import make_policy
+from nv_core.policies import check_policy
 from nv_models import LOAD_FORMATS, LoadFormat
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ class EngineConfig:
                 "max_model_len must be an integer of at least 2: a prompt and an output token"
             )
         # Unknown names fail here, before anything is loaded.
-        make_policy(self.scheduling_policy)
+        check_policy(self.scheduling_policy)
         self._check_choice("load_format", LOAD_FORMATS)
         self._check_choice("generation_config", GENERATION_CONFIGS)
         if not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:

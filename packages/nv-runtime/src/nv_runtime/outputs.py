@@ -76,8 +76,9 @@ class CompletionOutput:
         logprobs: For each token, the log-probabilities by token id; None unless asked for.
         finish_reason: `"stop"` (end-of-sequence or a stop was met), `"length"` (a limit was
             reached), `"abort"` or `"error"`; None while the answer grows.
-        stop_reason: The stop token id or stop string that ended the answer; None if an
-            end-of-sequence token or something else did.
+        stop_reason: The stop token id or stop string that ended the answer, or what the
+            scheduling policy said when it dropped the request; None if an end-of-sequence token
+            or something else did.
     """
 
     index: int

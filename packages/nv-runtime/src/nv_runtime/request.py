@@ -97,7 +97,7 @@ class Request:
         self.metrics.num_preemptions = seq.num_preemptions
         self._decode()
         finish_reason = seq.finish_reason
-        stop_reason: int | str | None = seq.stop_reason
+        stop_reason: int | str | None = seq.drop_reason or seq.stop_reason
         if self._stop_match is not None:
             finish_reason, stop_reason = FinishReason.STOP, self._stop_match.stop
         completion = CompletionOutput(
