@@ -8,7 +8,6 @@ the compiler refuses, such as a name with two types.
 from __future__ import annotations
 
 import sys
-from unittest import mock
 
 import torch
 from triton import compile as triton_compile  # type: ignore[import-untyped]
@@ -17,7 +16,7 @@ from triton.compiler import ASTSource  # type: ignore[import-untyped]
 from triton.runtime.jit import JITFunction  # type: ignore[import-untyped]
 
 from nv_kernels import AttentionMetadata, LayerKVCache
-from nv_kernels.triton import attention, decode_attention
+from nv_kernels.triton import attention
 
 HOPPER = GPUTarget("cuda", 90, 32)
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
@@ -66,9 +65,8 @@ def attend(query_lens: list[int], context_lens: list[int], head_dim: int, block_
 
 def main() -> None:
     JITFunction.run = compile_launch
-    with mock.patch.object(decode_attention, "supports_dependent_launch", return_value=True):
-        attend([1], [300], 128, 64)  # split, combine
-        attend([1, 1, 1, 9], [300, 5, 1, 9], 80, 16)  # direct, prompts
+    attend([1], [300], 128, 64)  # split, combine
+    attend([1, 1, 1, 9], [300, 5, 1, 9], 80, 16)  # direct, prompts
 
 
 if __name__ == "__main__":

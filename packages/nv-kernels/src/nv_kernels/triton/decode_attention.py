@@ -25,7 +25,7 @@ import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from nv_kernels.triton.device import num_processors, supports_dependent_launch
+from nv_kernels.triton.device import num_processors
 from nv_kernels.triton.kv_tiles import load_tile, locate_tile
 
 if TYPE_CHECKING:
@@ -146,8 +146,6 @@ def attend_to_decodes(
         num_processors(query.device) * config.programs_per_processor,
         metadata.num_seqs * num_kv_heads * max_splits,
     )
-    # The second kernel may be set up while the first one runs, which saves most of its launch.
-    is_dependent = supports_dependent_launch(query.device)
     _split_kernel[(num_programs,)](
         *tensors,
         partial,
@@ -158,7 +156,6 @@ def attend_to_decodes(
         longest_direct,
         max_splits,
         *strides,
-        has_dependent=is_dependent,
         min_split_len=MIN_SPLIT_LEN,
         max_num_splits=MAX_SPLITS,
         block_seqs=max(16, triton.next_power_of_2(metadata.num_seqs)),
@@ -182,9 +179,7 @@ def attend_to_decodes(
         min_split_len=MIN_SPLIT_LEN,
         max_num_splits=MAX_SPLITS,
         block_d=shape["block_d"],
-        is_dependent=is_dependent,
         num_warps=1,
-        **({"launch_pdl": True} if is_dependent else {}),
     )
 
 
@@ -394,7 +389,7 @@ def _direct_kernel(
     query_len = tl.load(cu_seqlens_q_ptr + seq + 1) - token
     context_len = tl.load(context_lens_ptr + seq)
     table_ptr = block_table_ptr + seq * block_table_stride
-    # Looked up before the branch, so that the lengths and the first block are fetched together.
+    # Looked up before the branch, so that the length and the first block are fetched together.
     block, offset = locate_tile(table_ptr, 0, context_len, block_size, block_n)
     if (query_len != 1) | (context_len > longest_direct):
         return
@@ -460,7 +455,6 @@ def _split_kernel(
     value_block_stride: tl.tensor,
     value_head_stride: tl.tensor,
     block_table_stride: tl.tensor,
-    has_dependent: tl.constexpr,
     min_split_len: tl.constexpr,
     max_num_splits: tl.constexpr,
     block_seqs: tl.constexpr,
@@ -474,8 +468,6 @@ def _split_kernel(
     block_n: tl.constexpr,
     block_d: tl.constexpr,
 ) -> None:
-    if has_dependent:
-        tl.extra.cuda.gdc_launch_dependents()
     # Every program lists all splits of the batch, and takes every num_programs-th of them.
     index = tl.arange(0, block_seqs)
     inside = index < num_seqs
@@ -558,7 +550,6 @@ def _combine_kernel(
     num_tokens: tl.tensor,
     longest_direct: tl.tensor,
     max_splits: tl.tensor,
-    is_dependent: tl.constexpr,
     owns_padding: tl.constexpr,
     num_heads: tl.constexpr,
     head_dim: tl.constexpr,
@@ -571,19 +562,16 @@ def _combine_kernel(
     d = tl.arange(0, block_d)
     inside_d = d < head_dim
     if owns_padding:
-        is_padding = (seq >= tl.load(cu_seqlens_q_ptr + num_seqs)) & (seq < num_tokens)
-        zeros = tl.zeros([block_d], output_ptr.dtype.element_ty)
-        padding_ptr = output_ptr + (seq * num_heads + head) * head_dim
-        tl.store(padding_ptr + d, zeros, mask=d < tl.where(is_padding, head_dim, 0))
-    known_seq = tl.minimum(seq, num_seqs - 1)
-    token = tl.load(cu_seqlens_q_ptr + known_seq)
-    query_len = tl.load(cu_seqlens_q_ptr + known_seq + 1) - token
-    context_len = tl.load(context_lens_ptr + known_seq)
-    if is_dependent:
-        # Every program waits for the first kernel, even one that needs nothing of it: the next
-        # kernel on the stream takes the end of this one for the end of both.
-        tl.extra.cuda.gdc_wait()
-    if (seq >= num_seqs) | (query_len != 1) | (context_len <= longest_direct):
+        if (seq >= tl.load(cu_seqlens_q_ptr + num_seqs)) & (seq < num_tokens):
+            zeros = tl.zeros([block_d], output_ptr.dtype.element_ty)
+            place = output_ptr + (seq * num_heads + head) * head_dim
+            tl.store(place + d, zeros, mask=inside_d)
+        if seq >= num_seqs:
+            return
+    token = tl.load(cu_seqlens_q_ptr + seq)
+    query_len = tl.load(cu_seqlens_q_ptr + seq + 1) - token
+    context_len = tl.load(context_lens_ptr + seq)
+    if (query_len != 1) | (context_len <= longest_direct):
         return
     split_len = _choose_split_len(context_len, min_split_len, max_num_splits)
     num_splits = (context_len + split_len - 1) // split_len

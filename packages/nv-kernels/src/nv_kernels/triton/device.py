@@ -36,14 +36,6 @@ def num_processors(device: torch.device) -> int:
 
 
 @cache
-def supports_dependent_launch(device: torch.device) -> bool:
-    """Tells whether a kernel may be set up while the one before it runs (NVIDIA, from 9.0 on)."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-@cache
 def shared_memory_bytes(device: torch.device) -> int:
     """Tells how much shared memory a program may have; for a CPU, what consumer GPUs have."""
     if device.type != "cuda":
