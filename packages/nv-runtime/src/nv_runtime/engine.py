@@ -9,7 +9,6 @@ and knows nothing of kernels, layouts or queues itself.
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,8 +25,6 @@ from nv_runtime.model_runner import ModelRunner, StepHandle
 from nv_runtime.prompt import TokenizedPrompt
 from nv_runtime.request import Request, now
 from nv_runtime.tokenizer import Tokenizer
-
-logger = logging.getLogger(__name__)
 
 
 class Engine:
