@@ -1,5 +1,6 @@
 """The code of the README and the examples run, and print what the README says they print."""
 
+import dataclasses
 import re
 import runpy
 import subprocess
@@ -8,17 +9,24 @@ from pathlib import Path
 
 import pytest
 
-from nv_core import SamplingParams, Scheduler, SchedulerConfig
+from nv_core import SamplingParams, Scheduler, SchedulerConfig, StepPlan, WaitReason
+from nv_core.policies import SHIPPED_POLICIES
 from nv_core.testing import KVOracle, reference_tokens, run_until_idle
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "packages" / "nv-core" / "README.md"
 EXAMPLE = ROOT / "examples" / "custom_policy.py"
 
-# A block of code, and the output that follows it, if any.
-SNIPPETS = re.findall(
-    r"```python\n(.*?)```\n(?:\n```text\n(.*?)```\n)?", README.read_text("utf-8"), re.DOTALL
-)
+DOCS = [ROOT / "docs" / "scheduling.md", ROOT / "docs" / "prefix_caching.md"]
+
+
+def snippets_of(path: Path) -> list[tuple[str, str]]:
+    """Blocks of code, each with the output that follows it, if any."""
+    pattern = r"```python\n(.*?)```\n(?:\n```text\n(.*?)```\n)?"
+    return re.findall(pattern, path.read_text("utf-8"), re.DOTALL)
+
+
+SNIPPETS = snippets_of(README)
 
 
 def test_readme_has_its_snippets() -> None:
@@ -32,6 +40,30 @@ def test_readme_snippet_runs(index: int, capsys: pytest.CaptureFixture[str]) -> 
     code, output = SNIPPETS[index]
     exec(compile(code, f"{README.name} snippet {index}", "exec"), {})
     assert capsys.readouterr().out == output
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.stem)
+def test_worked_examples_print_what_the_page_says(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    snippets = snippets_of(path)
+    assert len(snippets) == {"scheduling": 2, "prefix_caching": 1}[path.stem]
+    for code, output in snippets:
+        exec(compile(code, path.name, "exec"), {})
+        assert capsys.readouterr().out == output != ""
+
+
+def test_page_on_scheduling_names_everything_that_there_is() -> None:
+    text = DOCS[0].read_text("utf-8")
+    for name, policy in SHIPPED_POLICIES.items():
+        assert f"| `{name}`" in text
+        assert f"| `{policy.__name__}` |" in text
+    for reason in WaitReason:
+        assert f"`{reason.name}`" in text
+    for field in dataclasses.fields(StepPlan):
+        assert field.name in ("step_id", "sequences", "sampled_seq_ids", "released") or (
+            f"`{field.name}`" in text
+        )
 
 
 def test_readme_names_every_file() -> None:

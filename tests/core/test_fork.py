@@ -1,10 +1,12 @@
 """Forks of one prompt: it is computed once, its full blocks are shared, and nothing is copied."""
 
 import itertools
+import random
 
 import pytest
 
 from nv_core import (
+    Mixed,
     RequestError,
     SamplingParams,
     Scheduler,
@@ -14,7 +16,7 @@ from nv_core import (
     StepPlan,
     WaitReason,
 )
-from nv_core.testing import KVOracle, reference_tokens, run_until_idle
+from nv_core.testing import KVMismatchError, KVOracle, reference_tokens, run_until_idle
 
 
 class World:
@@ -244,3 +246,60 @@ def test_ended_forks_leave_no_reference_behind() -> None:
         assert shared == max(0, left)
     assert world.scheduler.num_free_blocks == 32
     assert all(seq._family is None for seq in sequences)
+
+
+class Fickle:
+    """Plans a step as `mixed` does, and then takes some of it back."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.sensible = Mixed()
+
+    def schedule(self, step: Step) -> None:
+        self.sensible.schedule(step)
+        if step.has_grants and self.random.random() < 0.3:
+            step.preempt(self.random.choice(list(step.grants)).sequence)
+
+
+def run_families(seed: int) -> None:
+    rng = random.Random(seed)
+    world = World(
+        num_blocks=40,
+        max_num_batched_tokens=40,
+        policy=Fickle(seed),
+        enable_prefix_caching=seed % 2 == 0,
+    )
+    for _ in range(3):
+        tokens = [rng.randrange(3) for _ in range(rng.randrange(1, 20))]
+        seq = world.scheduler.add(tokens, SamplingParams(max_tokens=4))
+        for _ in range(3):
+            world.scheduler.fork(seq)
+    world.finish(depth=1 + seed % 3)
+
+
+def test_fickle_policy_harms_no_family() -> None:
+    for seed in range(400):
+        run_families(seed)
+
+
+def test_sharing_what_the_same_step_computes_would_be_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The test of the test: forks that build on a grant before the step is over."""
+    shared = Step._shared
+
+    def shared_too_early(self: Step, seq: Sequence, num_hits: int) -> list[int] | None:
+        grants, self._grants = self._grants, {}
+        try:
+            return shared(self, seq, num_hits)
+        finally:
+            self._grants = grants
+
+    monkeypatch.setattr(Step, "_shared", shared_too_early)
+    caught = 0
+    for seed in range(400):
+        try:
+            run_families(seed)
+        except KVMismatchError:
+            caught += 1
+    assert caught >= 5

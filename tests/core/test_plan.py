@@ -38,6 +38,27 @@ def test_counts_of_a_plan() -> None:
     assert plan.preempted == ()
 
 
+def test_counts_add_up_while_prompts_are_cut_shared_and_preempted() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=12, max_num_seqs=3)
+    first = scheduler.add(list(range(9)), SamplingParams(max_tokens=2))
+    plan = scheduled(scheduler)
+    assert (plan.token_budget, plan.num_scheduled_tokens, plan.num_hit_tokens) == (12, 9, 0)
+    assert (plan.num_used_blocks, plan.num_free_blocks, plan.num_cached_blocks) == (3, 5, 0)
+    assert plan.sampled_seq_ids == (first.seq_id,)
+    scheduler.commit(plan, {first.seq_id: 7})
+    again = scheduler.add(list(range(9)) + [50] * 13, SamplingParams(max_tokens=2))
+    plan = scheduled(scheduler)
+    assert (plan.num_scheduled_tokens, plan.num_hit_tokens) == (12, 8)
+    assert [entry.num_scheduled_tokens for entry in plan.sequences] == [1, 11]
+    assert plan.sampled_seq_ids == (first.seq_id,), "the other one's prompt is cut"
+    # 22 tokens need 6 blocks, of which 2 are among the first one's 3.
+    assert (plan.num_used_blocks, plan.num_free_blocks, plan.num_cached_blocks) == (7, 1, 2)
+    assert (plan.num_running, plan.num_waiting) == (2, 0)
+    scheduler.commit(plan, {first.seq_id: 8})
+    assert first.is_finished
+    assert again.num_cached_tokens == 8
+
+
 def test_steps_are_numbered_from_0() -> None:
     scheduler = make_scheduler()
     scheduler.add([1])

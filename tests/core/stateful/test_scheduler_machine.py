@@ -53,7 +53,7 @@ class PolicyBugError(Exception):
 
 
 class Hostile:
-    """Asks for nonsense at random, until it is told to behave."""
+    """Asks for nonsense and changes its mind at random, until it is told to behave."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -65,14 +65,20 @@ class Hostile:
         if self.behaves:
             self.polite.schedule(step)
             return
+        if self.random.random() < 0.5:
+            self.polite.schedule(step)
+        else:
+            self.ask_for_anything(step)
+        if step.has_grants and self.random.random() < 0.3:
+            step.preempt(self.random.choice(list(step.grants)).sequence)
+
+    def ask_for_anything(self, step: Step) -> None:
         alive = [*step.running, *step.waiting]
         self.known += [seq for seq in alive if seq not in self.known]
         for _ in range(self.random.randrange(10)):
             candidates = alive if alive and self.random.random() < 0.9 else self.known
             if candidates:
                 self.act(step, self.random.choice(candidates))
-        if step.has_grants and self.random.random() < 0.3:
-            step.preempt(self.random.choice(list(step.grants)).sequence)
 
     def act(self, step: Step, seq: Sequence) -> None:
         rng = self.random
