@@ -7,22 +7,20 @@ Needs nv-core alone: no GPU, no torch. The very same object drives the engine:
     LLM("Qwen/Qwen3-0.6B", scheduling_policy=ShortestFirst())
 """
 
-from collections import deque
-
 from nv_core import (
+    Mixed,
     Policy,
     SamplingParams,
     Scheduler,
     SchedulerConfig,
     Sequence,
     Step,
-    take_or_preempt,
 )
 
 PROMPT_LENGTHS = {"report": 44, "question": 5, "letter": 20, "greeting": 3}
 
 
-class ShortestFirst:
+class ShortestFirst(Mixed):
     """Decodes everybody, then admits the prompt with the least to compute.
 
     Each step of waiting counts as `ageing` tokens less, so that a stream of short prompts cannot
@@ -30,31 +28,22 @@ class ShortestFirst:
     """
 
     def __init__(self, ageing: int = 2) -> None:
-        """Starts with nobody waiting.
+        """Sets how fast a request gains on those that arrive later.
 
         Args:
             ageing: Tokens that one step of waiting is worth; 0 serves the shortest, always.
         """
+        super().__init__()
         self.ageing = ageing
-        self.waiting_since: dict[int, int] = {}
 
-    def schedule(self, step: Step) -> None:
-        """Plans one step."""
-        running = deque(step.running)
-        while running:
-            take_or_preempt(step, running.popleft(), victims=running)
-
-        since = {
-            seq.seq_id: self.waiting_since.get(seq.seq_id, step.step_id) for seq in step.waiting
-        }
-        self.waiting_since = since
+    def candidates(self, step: Step) -> list[Sequence]:
+        """Waiting sequences in the order in which they are asked."""
 
         def cost(seq: Sequence) -> int:
-            num_steps_waited = step.step_id - since[seq.seq_id]
+            num_steps_waited = step.step_id - seq.arrival_step
             return step.uncached_tokens(seq) - self.ageing * num_steps_waited
 
-        for seq in sorted(step.waiting, key=cost):
-            step.take(seq, reserve=len(seq.token_ids))
+        return sorted(step.waiting, key=cost)
 
 
 def draw(policy: str | Policy) -> None:

@@ -116,6 +116,20 @@ def test_hits_need_no_block_unless_they_are_free() -> None:
     assert world.ask(lambda step: step.fits(same)) is False
 
 
+def test_a_sibling_that_would_be_preempted_shares_nothing() -> None:
+    world = World(num_blocks=5)
+    seq, other = world.add(9), world.add(4, first=50)
+    world.plan(lambda step: [step.take(seq), step.take(other)])
+    fork = world.scheduler.fork(seq)
+    # Its plan is in flight, so that the cache holds none of its blocks. One block is free.
+    world.policy.action = lambda step: answers.extend(
+        [step.fits(fork), step.fits(fork, after=[seq]), step.fits(fork, after=[seq], keep_free=2)]
+    )
+    answers: list[bool] = []
+    assert world.scheduler.schedule() is None
+    assert answers == [True, True, False]
+
+
 def test_fits_needs_a_slot() -> None:
     world = World(max_num_seqs=1)
     one = world.add(2)

@@ -305,6 +305,14 @@ def test_mixed_cools_down_after_a_preemption(cooldown_steps: int) -> None:
     assert resumed.step_id - preempted_at == cooldown_steps + 1
 
 
+def test_mixed_does_not_cool_down_while_nothing_runs() -> None:
+    world = World(Mixed(cooldown_steps=10**6), num_blocks=4)
+    sequences = [world.add(7, max_tokens=9), world.add(7, max_tokens=9)]
+    plans = run_until_idle(world.scheduler, world.oracle)
+    assert sequences[1].num_preemptions == 1
+    assert len(plans) < 25
+
+
 @pytest.mark.parametrize(
     "options",
     [

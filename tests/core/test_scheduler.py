@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import pytest
 
@@ -549,6 +549,35 @@ def test_preempted_with_a_plan_in_flight_keeps_its_token_and_nothing_else() -> N
         commit(scheduler, schedule(scheduler), 13)
     assert old.output_token_ids == [10, 11, 12, 13, 13, 13]
     assert young.output_token_ids == [10, 11, 13, 13, 13, 13]
+
+
+class Scripted:
+    """Does one thing in each step, and then nothing."""
+
+    def __init__(self, *actions: Callable[[Step], object]) -> None:
+        self.actions = list(actions)
+
+    def schedule(self, step: Step) -> None:
+        self.actions.pop(0)(step)
+
+
+def test_old_plan_publishes_nothing_of_the_blocks_that_came_later() -> None:
+    """A chunk in flight, a preemption, and the same chunk again in other blocks."""
+    policy = Scripted(
+        lambda step: step.take(next(iter(step.waiting)), 4),
+        lambda step: step.preempt(next(iter(step.running))),
+        lambda step: step.take(next(iter(step.waiting)), 4),
+    )
+    scheduler = Scheduler(SchedulerConfig(8, 4, policy=policy))
+    scheduler.add(list(range(12)))
+    plans = [scheduler.schedule() for _ in range(3)]
+    cached = []
+    for plan in plans:
+        assert plan is not None
+        scheduler.commit(plan, {})
+        scheduler.check_invariants()
+        cached.append(scheduler._blocks.num_cached_blocks)
+    assert cached == [0, 0, 1]
 
 
 def test_stop_that_arrives_after_the_preemption_ends_it_from_the_queue() -> None:

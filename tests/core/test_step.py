@@ -475,3 +475,97 @@ def test_waiting_queue() -> None:
     with pytest.raises(SchedulingError, match="not in this scheduler's queue"):
         queue.remove(a)
     assert object() not in queue
+
+
+# Taking many at once --------------------------------------------------------------------------
+
+
+def running_world(
+    num_blocks: int = 8, *, max_num_batched_tokens: int = 64
+) -> tuple[World, list[Sequence]]:
+    """Three sequences of 3 tokens, which decode from now on."""
+    world = World(num_blocks, max_num_batched_tokens=max_num_batched_tokens)
+    sequences = [world.add(3, first=10 * i) for i in range(3)]
+    world.run(lambda step: [step.take(seq) for seq in sequences])
+    return world, sequences
+
+
+def test_take_all_grants_what_take_would_grant() -> None:
+    world, sequences = running_world()
+    twin, twins = running_world()
+    for _ in range(6):
+        plan = world.run(lambda step: step.take_all(sequences))
+        assert repr(plan) == repr(twin.run(lambda step: [step.take(seq) for seq in twins]))
+        assert [seq.block_table for seq in sequences] == [seq.block_table for seq in twins]
+        assert [seq.token_ids for seq in sequences] == [seq.token_ids for seq in twins]
+
+
+def test_take_all_returns_the_rest_from_the_first_that_lacks_a_block() -> None:
+    world, sequences = running_world(num_blocks=4)
+    world.run(lambda step: step.take_all(sequences))
+    rests: list[list[Sequence]] = []
+    plan = world.run(lambda step: rests.append(step.take_all(sequences)))
+    assert rests == [sequences[1:]]
+    assert plan.sampled_seq_ids == (0,)
+    assert [seq.wait_reason for seq in sequences] == [None, WaitReason.BLOCKS, None]
+
+
+def test_take_all_grants_once_a_step() -> None:
+    world, sequences = running_world()
+    plan = world.run(
+        lambda step: [step.take(sequences[1]), step.take_all(sequences), step.take_all(sequences)]
+    )
+    assert [entry.seq_id for entry in plan.sequences] == [1, 0, 2]
+    assert plan.num_scheduled_tokens == 3
+    assert [seq.num_tokens for seq in sequences] == [5, 5, 5]
+
+
+@pytest.mark.parametrize(("exceed_budget", "granted"), [(False, 2), (True, 3)])
+def test_take_all_keeps_within_the_budget_unless_told_otherwise(
+    exceed_budget: bool,  # noqa: FBT001
+    granted: int,
+) -> None:
+    world = World(max_num_batched_tokens=2)
+    sequences = [world.add(2, first=10 * i) for i in range(3)]
+    for seq in sequences:
+        world.run(lambda step, seq=seq: step.take(seq))  # type: ignore[misc]
+    rests: list[list[Sequence]] = []
+    plan = world.run(
+        lambda step: rests.append(step.take_all(sequences, exceed_budget=exceed_budget))
+    )
+    assert rests == [[]], "what the budget refuses is passed over"
+    assert plan.num_scheduled_tokens == len(plan.sequences) == granted
+    if not exceed_budget:
+        assert sequences[2].wait_reason is WaitReason.BUDGET
+
+
+def test_take_all_admits_and_continues_prompts_as_take_does() -> None:
+    world, sequences = running_world(max_num_batched_tokens=9)
+    new = world.add(1, first=100)
+    long = world.add(7, first=200)
+    world.scheduler.abort(0)
+    plan = world.run(lambda step: step.take_all([new, *sequences, long]))
+    assert [(e.seq_id, e.num_scheduled_tokens) for e in plan.sequences] == [
+        (new.seq_id, 1),
+        (1, 1),
+        (2, 1),
+        (long.seq_id, 6),
+    ]
+    assert len(new.block_table) == 1
+    assert world.run(lambda step: step.take_all([long])).num_scheduled_tokens == 1
+
+
+def test_running_sequences_are_decoding_or_prefilling() -> None:
+    world, sequences = running_world(max_num_batched_tokens=9)
+    long = world.add(20, first=100)
+    world.run(lambda step: step.take(long))
+
+    def look(step: Step) -> None:
+        assert step.decoding == sequences
+        assert step.prefilling == [long]
+        assert step.num_prefilling == 1
+        step.preempt(long)
+        assert (step.prefilling, step.num_prefilling) == ([], 0)
+        step.take_all(step.decoding)
+
+    world.run(look)

@@ -294,9 +294,8 @@ class Step:
         if self.slots + len(victims) <= 0:
             return False
         found = blocks.held(self._match(seq))
-        shared = self._shared(seq, len(found), without=victims)
-        if shared:
-            found = shared
+        # Blocks of a sibling that is a victim count like any others that its end frees.
+        found = self._shared(seq, len(found)) or found
         num_taken = sum(1 for b in found if b in freed or blocks.ref_count(b) == 0)
         return num_needed - len(found) + num_taken <= num_free - keep_free
 
@@ -593,9 +592,7 @@ class Step:
         seq.keys.extend(seq.token_ids)
         return self._blocks.match(seq.keys, self._max_hits(seq))
 
-    def _shared(
-        self, seq: Sequence, num_hits: int, *, without: Collection[int] = ()
-    ) -> list[int] | None:
+    def _shared(self, seq: Sequence, num_hits: int) -> list[int] | None:
         """Blocks that a waiting sequence may share with a sibling, beyond what the cache holds.
 
         Only what earlier plans compute counts: a grant of this step can still be taken back.
@@ -603,7 +600,6 @@ class Step:
         Args:
             seq: The sequence.
             num_hits: How many of its blocks the prefix cache holds.
-            without: Ids of siblings to leave out.
 
         Returns:
             A copy of the leading blocks of the sibling's table; empty if there is nothing to gain;
@@ -615,7 +611,7 @@ class Step:
             return []
         is_computed_now = False
         for sibling in seq._family.values():
-            if not sibling._shares or sibling.seq_id in without:
+            if not sibling._shares:
                 continue
             grant = self._grants.get(sibling.seq_id)
             computed = sibling.num_computed_tokens if grant is None else grant.num_computed_tokens
@@ -629,7 +625,7 @@ class Step:
         prefixes = []
         for block_id in block_ids:
             prefix = self._blocks.content_of(block_id)
-            if prefix is None or not self._enable_prefix_caching:
+            if prefix is None:
                 break
             prefixes.append(prefix)
         return prefixes
