@@ -140,3 +140,18 @@ def test_bad_stop_texts_are_refused(stop: Any) -> None:  # noqa: ANN401 - that i
 def test_stop_texts_need_text() -> None:
     with pytest.raises(RequestError, match="leave detokenize=True"):
         SamplingParams(stop="END", detokenize=False)
+
+
+class OtherInt(int):
+    pass
+
+
+def test_numbers_of_other_libraries_are_numbers() -> None:
+    # Fractions stand in for numpy's scalars, which register with `numbers` in the same way.
+    from fractions import Fraction
+
+    params = SamplingParams(temperature=Fraction(1, 2), top_p=Fraction(3, 4), top_k=OtherInt(5))  # type: ignore[arg-type]
+    assert (params.temperature, params.top_p, params.top_k) == (0.5, 0.75, 5)
+    assert type(params.temperature) is float
+    with pytest.raises(RequestError, match="top_k must be an integer"):
+        SamplingParams(top_k=Fraction(5, 2))  # type: ignore[arg-type]

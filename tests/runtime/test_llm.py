@@ -390,3 +390,25 @@ def test_a_scaled_model_may_run_beyond_the_length_it_declares(tmp_path: Path) ->
         assert len(tokens_of(llm.generate([3] * 100, GREEDY, use_tqdm=False)[0])) == 8
     with make_llm(path, skip_tokenizer_init=True, max_model_len=None) as llm:
         assert llm.max_model_len == 32
+
+
+def test_arrays_are_prompts_and_their_scalars_are_numbers(llm: LLM) -> None:
+    numpy = pytest.importorskip("numpy")
+    ids = [5, 6, 7]
+    expected = tokens_of(llm.generate(ids, GREEDY, use_tqdm=False)[0])
+    forms: list[Any] = [
+        numpy.array(ids),
+        torch.tensor(ids),
+        list(numpy.array(ids)),
+        {"prompt_token_ids": numpy.array(ids)},
+    ]
+    for form in forms:
+        assert tokens_of(llm.generate(form, GREEDY, use_tqdm=False)[0]) == expected
+    params = SamplingParams(
+        temperature=numpy.float32(0.0),
+        max_tokens=numpy.int64(8),
+        top_k=numpy.int32(3),
+        stop_token_ids=numpy.array([330]),
+        ignore_eos=True,
+    )
+    assert tokens_of(llm.generate(ids, params, use_tqdm=False)[0]) == expected

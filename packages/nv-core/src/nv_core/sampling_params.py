@@ -8,6 +8,7 @@ for it keeps its meaning.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from numbers import Integral, Real
 from typing import Any
 
 from nv_core.errors import RequestError
@@ -72,6 +73,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Checks every field; turns lists into tuples, and -1 into what it stands for."""
+        for field in fields(self):
+            object.__setattr__(self, field.name, _plain_number(getattr(self, field.name)))
         object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
         object.__setattr__(self, "stop", _stop_texts(self.stop))
         if self.seed == -1:
@@ -117,12 +120,21 @@ class SamplingParams:
         return replace(self, **changes)
 
 
+def _plain_number(value: Any) -> Any:  # noqa: ANN401 - a caller may pass anything
+    """Turns numbers of other libraries into Python's own; leaves everything else alone."""
+    if isinstance(value, (bool, int, float)):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    return float(value) if isinstance(value, Real) else value
+
+
 def _token_ids(value: Iterable[int] | None) -> tuple[int, ...]:
     if value is None:
         return ()
     if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
         raise RequestError(f"stop_token_ids must be a list of token ids, got {value!r}")
-    ids = tuple(value)
+    ids = tuple(_plain_number(token_id) for token_id in value)
     for token_id in ids:
         _check_integer("stop_token_ids", token_id, minimum=0)
     return ids
