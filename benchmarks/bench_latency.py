@@ -66,7 +66,7 @@ def main() -> None:
         "model": arguments.model or arguments.shape,
         "options": vars(arguments),
         "machine": machine(),
-        "start_to_first_token_s": ready_s,
+        "construction_to_first_token_s": ready_s,
         # The first two runs compile kernels and capture graphs.
         "median_ttft_ms": statistics.median(first_token_ms[2:]),
         "median_ms_per_token": statistics.median(token_ms[2:]),

@@ -16,13 +16,13 @@ from nv_core.testing import KVOracle
 RECORDED_DIGESTS = {
     "mixed": "0f9b80e1801c166d",
     "prefill_first": "e7ebf7ed5ce9d9a7",
-    "skip_ahead": "43d0ee5a32a4eb08",
+    "skip_ahead": "5c9205290c84b54b",
     "least_recompute": "47feaa891edd4a50",
-    "priority": "2f14ed48d58ddef8",
+    "priority": "b818d1a8856fa771",
     "shortest_first": "02a5910cd553cfa0",
     "deadline": "663c427909162ea5",
     "longest_prefix": "9cabb701f87fde5c",
-    "fair": "8246ce9f4b0e8ad8",
+    "fair": "8f8acf4e2db811b3",
 }
 
 

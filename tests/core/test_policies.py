@@ -17,6 +17,7 @@ from nv_core import (
     SchedulerConfig,
     Sequence,
     SkipAhead,
+    Step,
     StepPlan,
 )
 from nv_core.policies import SHIPPED_POLICIES, check_policy, make_policy
@@ -519,3 +520,46 @@ def test_fair_preempts_who_got_most() -> None:
     while not plan.preempted:
         plan = world.plan()
     assert plan.preempted == (0,)
+
+
+def test_a_prompt_of_which_one_token_was_left_is_a_decode_afterwards() -> None:
+    policy = Mixed(max_partial_prompts=1)
+    scheduler = Scheduler(
+        SchedulerConfig(num_blocks=64, block_size=4, max_num_batched_tokens=8, policy=policy)
+    )
+    scheduler.add(range(9), SamplingParams(max_tokens=20, ignore_eos=True))
+    second = scheduler.add(range(50, 53), SamplingParams(max_tokens=2, ignore_eos=True))
+    for _ in range(3):
+        plan = scheduler.schedule()
+        assert plan is not None
+        scheduler.commit(plan, dict.fromkeys(plan.sampled_seq_ids, 7))
+    assert second.num_output_tokens > 0
+
+
+class AsksForRoom(Mixed):
+    """Notes whether each waiting sequence fits, before it plans."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers: dict[int, list[bool]] = {}
+
+    def schedule(self, step: Step) -> None:
+        for seq in step.waiting:
+            self.answers.setdefault(seq.seq_id, []).append(step.fits(seq))
+        super().schedule(step)
+
+
+def test_a_fork_does_not_fit_while_it_waits_for_its_sibling() -> None:
+    # A policy that preempts for whoever fits afterwards would preempt for nothing.
+    policy = AsksForRoom()
+    scheduler = Scheduler(
+        SchedulerConfig(num_blocks=64, block_size=4, max_num_batched_tokens=8, policy=policy)
+    )
+    first = scheduler.add(range(24), SamplingParams(max_tokens=3, ignore_eos=True))
+    fork = scheduler.fork(first)
+    while plan := scheduler.schedule():
+        scheduler.commit(plan, dict.fromkeys(plan.sampled_seq_ids, 7))
+    *early, last = policy.answers[fork.seq_id]
+    # Before the first step nobody computes the prompt yet: either could.
+    assert early == [True, False, False]
+    assert last

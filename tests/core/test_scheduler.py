@@ -3,6 +3,7 @@
 import inspect
 import re
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 
@@ -842,3 +843,24 @@ def test_many_requests_give_what_each_gives_alone(policy: str, depth: int) -> No
     assert sum(seq.num_preemptions for seq in sequences) > 0
     assert sum(seq.num_cached_tokens for seq in sequences) > 0
     assert scheduler.num_free_blocks == 12
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"priority": "high"}, "priority must be an integer"),
+        ({"priority": True}, "priority must be an integer"),
+        ({"user": ["x"]}, "user must be a str"),
+        ({"request_id": 5}, "request_id must be a str"),
+        ({"arrival_time": "now"}, "arrival_time must be seconds"),
+        ({"arrival_time": float("nan")}, "arrival_time must be seconds"),
+        ({"deadline": "soon"}, "deadline must be seconds"),
+    ],
+)
+def test_labels_that_no_policy_could_compare_are_refused(
+    options: dict[str, Any], message: str
+) -> None:
+    scheduler = Scheduler(SchedulerConfig(num_blocks=8))
+    with pytest.raises(RequestError, match=message):
+        scheduler.add([1, 2], **options)
+    assert not scheduler.has_unfinished

@@ -294,3 +294,63 @@ def test_a_request_that_the_policy_drops_is_answered(
         (alone,) = llm.generate([[6] * 12], GREEDY, use_tqdm=False)
         assert alone.outputs[0].finish_reason == "error"
         assert_idle(llm)
+
+
+class DropsThenRaises(Mixed):
+    """Drops the oldest running sequence and raises, once."""
+
+    is_armed = False
+
+    def schedule(self, step: Step) -> None:
+        if self.is_armed:
+            self.is_armed = False
+            step.drop(next(iter(step.running)), "late")
+            raise BoomError
+        super().schedule(step)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_dropped_request_may_be_forgotten_before_the_plan_that_names_it(
+    checkpoint: Path,
+    ahead: bool,  # noqa: FBT001 - a parameter
+) -> None:
+    policy = DropsThenRaises()
+    with make_llm(checkpoint, scheduling_policy=policy, async_scheduling=ahead) as llm:
+        expected = answers(llm)[1]
+        first, second = llm.stream("the fox", GREEDY), llm.stream("a dog", GREEDY)
+        next(first)
+        next(second)
+        policy.is_armed = True
+        with pytest.raises(BoomError):
+            list(first)
+        first.close()
+        assert list(list(second)[-1].outputs[0].token_ids) == expected
+        assert_idle(llm)
+
+
+def test_closing_a_stream_ends_nobody_who_has_its_old_name(llm: LLM) -> None:
+    from nv_runtime.prompt import TokenizedPrompt
+    from nv_runtime.stream import OutputStream
+
+    engine = llm._open_parts().engine
+    prompt = TokenizedPrompt(None, [1, 2, 3])
+    short = engine.add_request(prompt, GREEDY.clone(max_tokens=1), request_id="a")
+    stream = OutputStream(engine, [short])
+    while not short.is_finished:
+        engine.step()
+    other = engine.add_request(prompt, GREEDY, request_id="a")
+    stream.close()
+    assert not other.is_finished
+    engine.abort_all()
+
+
+def test_stop_texts_without_a_tokenizer_are_refused(checkpoint: Path) -> None:
+    with make_llm(checkpoint, skip_tokenizer_init=True) as llm:
+        with pytest.raises(RequestError, match=r"stop=.*skip_tokenizer_init"):
+            llm.generate([1, 2], GREEDY.clone(stop="e"))
+        assert_idle(llm)
+
+
+def test_a_wrong_policy_names_the_option(checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match="scheduling_policy: policy must be one of"):
+        make_llm(checkpoint, scheduling_policy="nope")

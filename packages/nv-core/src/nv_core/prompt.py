@@ -48,17 +48,28 @@ def check_prompt(
     return tokens, packed
 
 
-def check_deadline(deadline: float | None) -> None:
+def check_time(name: str, value: float | None) -> None:
     """Refuses what is no point in time.
 
     Raises:
         RequestError: It is neither None nor a number.
     """
-    is_number = isinstance(deadline, (int, float)) and not isinstance(deadline, bool)
-    if deadline is not None and (not is_number or isnan(deadline)):
-        raise RequestError(
-            f"deadline must be seconds in the clock of arrival_time, or None, got {deadline!r}"
-        )
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if value is not None and (not is_number or isnan(value)):
+        raise RequestError(f"{name} must be seconds of the caller's clock, or None, got {value!r}")
+
+
+def check_labels(*, request_id: str | None, priority: int, user: str | None) -> None:
+    """Refuses labels that a policy could not compare.
+
+    Raises:
+        RequestError: One is not of its kind.
+    """
+    if not isinstance(priority, int) or isinstance(priority, bool):
+        raise RequestError(f"priority must be an integer, lower is more urgent, got {priority!r}")
+    for name, value in (("request_id", request_id), ("user", user)):
+        if value is not None and not isinstance(value, str):
+            raise RequestError(f"{name} must be a str or None, got {value!r}")
 
 
 def check_prediction(predicted_output_tokens: int | None) -> None:

@@ -32,7 +32,7 @@ class SamplingParams:
         max_tokens: Number of output tokens after which the request ends; None runs to the
             model's or the pool's limit.
         min_tokens: Number of output tokens before which no end-of-sequence or stop token is
-            sampled.
+            sampled, and stop texts do not count (one that is complete by then is passed over).
         seed: Makes the request's draws reproducible whatever runs beside it; None (or -1)
             lets the engine choose one.
         ignore_eos: Goes on past the model's end-of-sequence tokens.

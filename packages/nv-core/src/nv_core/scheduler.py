@@ -31,7 +31,7 @@ from nv_core.errors import RequestError, SchedulingError
 from nv_core.plan import ScheduledSequence, StepPlan
 from nv_core.policies import make_policy
 from nv_core.prefix_cache_stats import PrefixCacheStats
-from nv_core.prompt import check_deadline, check_prediction, check_prompt
+from nv_core.prompt import check_labels, check_prediction, check_prompt, check_time
 from nv_core.sampling_params import SamplingParams
 from nv_core.sequence import NEVER, Curtain, FinishReason, Sequence, SequenceStatus, WaitReason
 from nv_core.step import Step
@@ -151,7 +151,9 @@ class Scheduler:
         keys = BlockKeys(self.config.block_size, self._hash_block, namespace=namespace)
         if self.config.enable_prefix_caching:
             keys.extend_packed(packed)
-        check_deadline(deadline)
+        check_labels(request_id=request_id, priority=priority, user=user)
+        check_time("arrival_time", arrival_time)
+        check_time("deadline", deadline)
         check_prediction(predicted_output_tokens)
         seq = Sequence(
             self._next_seq_id,

@@ -1,4 +1,6 @@
-"""Step: what a policy sees of the scheduler, and the two verbs by which it acts.
+"""Step: what a policy sees of the scheduler, and the verbs by which it acts.
+
+The verbs are `take` (and `take_all`, for speed), `preempt` and `drop`.
 
 A policy decides who runs, in which order, how many tokens each, and who loses its blocks. The
 step owns correctness: whatever a policy asks for is clamped to the token budget, the slots and
@@ -77,8 +79,8 @@ class Step:
 
     Attributes:
         step_id: Number of the step.
-        waiting: Sequences without blocks, in queue order; read it, and change it by `take` and
-            `preempt` only.
+        waiting: Sequences without blocks, in queue order; read it, and change it by the step's
+            verbs only.
         budget: Tokens that may still be granted.
         slots: Sequences that may still be admitted.
         prefix_cache_stats: What the prefix cache has saved so far.
@@ -263,9 +265,9 @@ class Step:
     def fits(self, seq: Sequence, *, after: Iterable[Sequence] = (), keep_free: int = 0) -> bool:
         """Whether there is room for all of a sequence's tokens: blocks, and a slot if it waits.
 
-        False, too, for one that waits for its own token in flight, and for one that has ended.
-        Nothing is changed, and the token budget is not looked at. Costs O(blocks of `seq` and
-        `after`).
+        False, too, for one that could not be taken whatever is free: it has ended, its last token
+        is in flight, or it waits for its own token or for a sibling's blocks. Nothing is changed,
+        and the token budget is not looked at. Costs O(blocks of `seq` and `after`).
 
         Args:
             seq: A waiting or running sequence.
@@ -288,6 +290,9 @@ class Step:
         num_free = blocks.num_free_blocks + len(freed)
         num_needed = -(-(len(seq.token_ids) + seq.num_pending_tokens) // blocks.block_size)
         if seq.status is SequenceStatus.RUNNING:
+            total = len(seq.token_ids) + seq.num_pending_tokens
+            if seq.num_pending_tokens and total >= seq._max_total_tokens:
+                return False
             return num_needed - len(seq.block_table) <= num_free
         if seq.status is SequenceStatus.FINISHED or seq.num_pending_tokens:
             return False
@@ -295,7 +300,10 @@ class Step:
             return False
         found = blocks.held(self._match(seq))
         # Blocks of a sibling that is a victim count like any others that its end frees.
-        found = self._shared(seq, len(found)) or found
+        shared = self._shared(seq, len(found))
+        if shared is None:
+            return False
+        found = shared or found
         num_taken = sum(1 for b in found if b in freed or blocks.ref_count(b) == 0)
         return num_needed - len(found) + num_taken <= num_free - keep_free
 
@@ -359,6 +367,7 @@ class Step:
         """
         make_tuple, step_id, grants = tuple.__new__, self.step_id, self._grants
         block_size, budget = self._blocks.block_size, self.budget
+        prefilling = self._prefilling
         remaining = iter(sequences)
         for seq in remaining:
             computed = seq.num_computed_tokens
@@ -368,6 +377,7 @@ class Step:
             table = seq.block_table
             if (
                 total - computed != 1
+                or (prefilling and seq.seq_id in prefilling)
                 or total >= seq._max_total_tokens
                 or seq._step == step_id
                 or budget <= 0

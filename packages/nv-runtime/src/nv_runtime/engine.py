@@ -65,14 +65,14 @@ class Engine:
             The requests that got a token or ended, also those that the policy dropped; empty when
             there was nothing to run, or when the step's tokens are still on their way.
         """
-        # A policy that raises changes nothing: what is in flight goes on with the next call.
+        # If the policy raises, what is in flight goes on with the next call.
         plan = self.scheduler.schedule()
         updated: list[Request] = []
         with self._dropping_requests_on_failure():
             if plan is not None:
                 if self._in_flight and self._runner.needs_committed_tokens(plan):
                     updated += self._collect(keep=0)
-                updated += [self._note_progress(s.seq_id, sampled=False) for s in plan.dropped]
+                updated += self._note_dropped(plan)
                 self._launch(plan)
             updated += self._collect(keep=0 if plan is None else self._num_steps_ahead)
             if not self.scheduler.has_unfinished:
@@ -133,6 +133,11 @@ class Engine:
             raise RequestError(
                 f"request_id={request_id!r} belongs to an unfinished request; choose another"
             )
+        if sampling_params.stop and self._tokenizer is None:
+            raise RequestError(
+                f"stop={sampling_params.stop!r} needs the output text, but the engine has no "
+                "tokenizer (skip_tokenizer_init=True); use stop_token_ids"
+            )
         for token_id in sampling_params.stop_token_ids:
             if token_id >= self._vocab_size:
                 raise RequestError(
@@ -160,6 +165,11 @@ class Engine:
             return None
         self.scheduler.abort(seq_id)
         return self._note_progress(seq_id, sampled=False)
+
+    def _note_dropped(self, plan: StepPlan) -> list[Request]:
+        # A caller may have turned its back on a request before the plan that names it.
+        known = [seq.seq_id for seq in plan.dropped if seq.seq_id in self._requests]
+        return [self._note_progress(seq_id, sampled=False) for seq_id in known]
 
     def abort_all(self) -> None:
         """Ends every request."""

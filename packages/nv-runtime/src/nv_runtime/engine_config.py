@@ -151,7 +151,10 @@ class EngineConfig:
                 "max_model_len must be an integer of at least 2: a prompt and an output token"
             )
         # Unknown names fail here, before anything is loaded.
-        check_policy(self.scheduling_policy)
+        try:
+            check_policy(self.scheduling_policy)
+        except ConfigError as error:
+            raise ConfigError(f"scheduling_policy: {error}") from error
         self._check_choice("load_format", LOAD_FORMATS)
         self._check_choice("generation_config", GENERATION_CONFIGS)
         if not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:

@@ -70,7 +70,7 @@ class CompletionOutput:
 
     Args:
         index: Its number among the answers to the same prompt.
-        text: The decoded text, without the stop string that ended it.
+        text: The decoded text, without the stop string or token that ended it unless asked for.
         token_ids: All output tokens, the one that ended the answer included.
         cumulative_logprob: Sum of the tokens' log-probabilities; None unless asked for.
         logprobs: For each token, the log-probabilities by token id; None unless asked for.
@@ -104,8 +104,8 @@ class RequestOutput:
         prompt_token_ids: Its tokens.
         outputs: The answers, one for each that was asked for.
         finished: Whether all of them are complete.
-        num_cached_tokens: Prompt tokens whose KV entries came from the prefix cache; None if not
-            known yet.
+        num_cached_tokens: Prompt tokens whose KV entries came from the prefix cache; 0 until the
+            request is admitted.
         metrics: When the request reached its stations; None if not recorded.
         prompt_logprobs: For each prompt token, the log-probabilities by token id, None for the
             first; None unless asked for.

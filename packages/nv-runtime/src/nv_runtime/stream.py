@@ -44,7 +44,9 @@ class OutputStream(Iterator[RequestOutput]):
         """Aborts what is unfinished; calling it again does nothing."""
         requests, self._open = self._open, []
         for request in requests:
-            self._engine.abort_request(request.request_id)
+            # The id of one that has ended may be another's by now.
+            if not request.is_finished:
+                self._engine.abort_request(request.request_id)
 
     def __enter__(self) -> OutputStream:
         return self

@@ -14,7 +14,7 @@ class Policy(Protocol):
     """Decides who runs in each step."""
 
     def schedule(self, step: Step) -> None:
-        """Plans one step by calling `step.take` and `step.preempt`."""
+        """Plans one step by calling `step.take`, `step.preempt` and `step.drop`."""
 
 
 def take_or_preempt(
