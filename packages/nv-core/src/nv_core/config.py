@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any
 
 from nv_core.errors import ConfigError
-from nv_core.keywords import unknown_keyword_error
+from nv_core.keywords import refuse_unknown_keywords
 from nv_core.policies import Policy, PrefillFirst, check_policy
 
 
@@ -52,10 +52,7 @@ class SchedulerConfig:
 
     def __new__(cls, *args: object, **values: object) -> SchedulerConfig:
         """Refuses unknown keywords before the generated `__init__` sees them."""
-        known = {field.name for field in fields(cls)}
-        for keyword in values:
-            if keyword not in known:
-                raise unknown_keyword_error(cls.__name__, keyword, known)
+        refuse_unknown_keywords(cls.__name__, values, (field.name for field in fields(cls)))
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

@@ -12,7 +12,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from nv_core.errors import RequestError
-from nv_core.keywords import unknown_keyword_error
+from nv_core.keywords import refuse_unknown_keywords
 
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this one mean greedy decoding, as in vLLM."""
@@ -65,10 +65,7 @@ class SamplingParams:
 
     def __new__(cls, **values: object) -> "SamplingParams":
         """Refuses unknown keywords before the generated `__init__` sees them."""
-        known = {field.name for field in fields(cls)}
-        for keyword in values:
-            if keyword not in known:
-                raise unknown_keyword_error(cls.__name__, keyword, known)
+        refuse_unknown_keywords(cls.__name__, values, (field.name for field in fields(cls)))
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

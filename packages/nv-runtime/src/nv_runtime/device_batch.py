@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from nv_core import ScheduledSequence, StepPlan
-from nv_runtime.sampler import MAX_TEMPERATURE
+from nv_runtime.sampler import effective_temperature
 
 # Columns of a row. Seeds are 64 bits, low half first, and stand at an even column.
 TOKEN, LENGTH, TEMPERATURE, IS_ACTIVE, SEED = 0, 1, 2, 3, 4
@@ -186,7 +186,7 @@ class DeviceBatch:
 
     def _new_row(self, row: int, entry: ScheduledSequence) -> list[tuple[int, int]]:
         params = entry.sequence.sampling_params
-        temperature = 0.0 if params.is_greedy else min(params.temperature, MAX_TEMPERATURE)
+        temperature = effective_temperature(params)
         seed = self._seed_of(entry) % 2**64
         start = row * self._width
         return [

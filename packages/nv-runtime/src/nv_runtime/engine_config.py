@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nv_core import ConfigError
-from nv_core.keywords import unknown_keyword_error
+from nv_core.keywords import refuse_unknown_keywords
 from nv_core.policies import check_policy
 from nv_models import LOAD_FORMATS, LoadFormat
 
@@ -101,10 +101,7 @@ class EngineConfig:
 
     def __new__(cls, **values: object) -> EngineConfig:
         """Refuses unknown keywords before the generated `__init__` sees them."""
-        known = {field.name for field in fields(cls)}
-        for keyword in values:
-            if keyword not in known:
-                raise unknown_keyword_error("LLM", keyword, known)
+        refuse_unknown_keywords("LLM", values, (field.name for field in fields(cls)))
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

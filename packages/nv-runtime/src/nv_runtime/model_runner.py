@@ -135,10 +135,9 @@ class ModelRunner:
         else:
             self._batch.send(changes)
             token_ids = self._run_mixed(plan)
-        seq_ids = tuple(entry.seq_id for entry in entries if entry.samples)
         # A copy in any case: a graph's output is overwritten by its next replay.
         host_token_ids = token_ids.to("cpu", non_blocking=True, copy=True)
-        return StepHandle(seq_ids, host_token_ids, self._mark())
+        return StepHandle(plan.sampled_seq_ids, host_token_ids, self._mark())
 
     def collect(self, handle: StepHandle) -> dict[int, int]:
         """Waits for a step and returns the token of each sequence that got one."""

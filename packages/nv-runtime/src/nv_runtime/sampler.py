@@ -18,7 +18,7 @@ from nv_core import SamplingParams
 from nv_kernels import sample_tokens
 from nv_runtime.transfer import to_device
 
-MAX_TEMPERATURE = 1e30
+_MAX_TEMPERATURE = 1e30
 """Higher temperatures are cut to this, which makes every token equally likely all the same."""
 
 
@@ -43,6 +43,11 @@ class SamplingRow:
     num_prompt_tokens: int
     stop_token_ids: frozenset[int]
 
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens that stand before the new one."""
+        return self.position - self.num_prompt_tokens
+
 
 def sample(logits: Tensor, rows: Seq[SamplingRow]) -> Tensor:
     """Samples one token per row.
@@ -58,7 +63,7 @@ def sample(logits: Tensor, rows: Seq[SamplingRow]) -> Tensor:
         Token ids, [num_rows] int64, on the device of the logits.
     """
     scores = logits
-    if any(_changes_logits(row) for row in rows):
+    if any(_changes_logits(row.params, row.num_output_tokens) for row in rows):
         scores = logits.float() if logits.dtype != torch.float32 else logits.clone()
         for index, row in enumerate(rows):
             _penalise_repetition(scores[index], row)
@@ -67,14 +72,18 @@ def sample(logits: Tensor, rows: Seq[SamplingRow]) -> Tensor:
     if any(_filters(p) for p in params):
         scores = _filter(scores.float(), params)
 
-    temperatures = [0.0 if p.is_greedy else min(p.temperature, MAX_TEMPERATURE) for p in params]
     device = logits.device
     return sample_tokens(
         scores,
-        to_device(temperatures, torch.float32, device),
+        to_device([effective_temperature(p) for p in params], torch.float32, device),
         to_device([_signed(row.seed) for row in rows], torch.int64, device),
         to_device([row.position for row in rows], torch.int64, device),
     )
+
+
+def effective_temperature(params: SamplingParams) -> float:
+    """Returns the temperature to draw with: finite in float32, and 0 for a greedy request."""
+    return 0.0 if params.is_greedy else min(params.temperature, _MAX_TEMPERATURE)
 
 
 def draws_by_temperature_alone(
@@ -87,8 +96,7 @@ def draws_by_temperature_alone(
         position: Position in the sequence that the new token will have.
         num_prompt_tokens: Tokens of the prompt.
     """
-    is_too_short = position - num_prompt_tokens < params.min_tokens
-    return params.repetition_penalty == 1 and not is_too_short and not _filters(params)
+    return not _filters(params) and not _changes_logits(params, position - num_prompt_tokens)
 
 
 def derive_seed(engine_seed: int, request_number: int) -> int:
@@ -108,7 +116,7 @@ def _filter(scores: Tensor, params: Seq[SamplingParams]) -> Tensor:
         return to_device(values, torch.float32, scores.device)[:, None]
 
     chosen = to_device(rows, torch.int64, scores.device)
-    kept = scores[chosen] / column([min(params[i].temperature, MAX_TEMPERATURE) for i in rows])
+    kept = scores[chosen] / column([effective_temperature(params[i]) for i in rows])
     if any(params[i].min_p > 0 for i in rows):
         kept = _keep_min_p(kept, column([params[i].min_p for i in rows]))
     if any(params[i].top_p < 1 or params[i].top_k > 0 for i in rows):
@@ -149,12 +157,8 @@ def _filters(params: SamplingParams) -> bool:
     return has_filter and not params.is_greedy
 
 
-def _changes_logits(row: SamplingRow) -> bool:
-    return row.params.repetition_penalty != 1 or _too_short(row)
-
-
-def _too_short(row: SamplingRow) -> bool:
-    return row.position - row.num_prompt_tokens < row.params.min_tokens
+def _changes_logits(params: SamplingParams, num_output_tokens: int) -> bool:
+    return params.repetition_penalty != 1 or num_output_tokens < params.min_tokens
 
 
 def _penalise_repetition(scores: Tensor, row: SamplingRow) -> None:
@@ -169,7 +173,7 @@ def _penalise_repetition(scores: Tensor, row: SamplingRow) -> None:
 
 def _forbid_early_stop(scores: Tensor, row: SamplingRow) -> None:
     """Changes one row in place."""
-    if _too_short(row) and row.stop_token_ids:
+    if row.num_output_tokens < row.params.min_tokens and row.stop_token_ids:
         stops = to_device(sorted(row.stop_token_ids), torch.int64, scores.device)
         scores[stops] = -torch.inf
 
