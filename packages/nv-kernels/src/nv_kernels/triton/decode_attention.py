@@ -27,6 +27,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 
 from nv_kernels.triton.device import num_processors
 from nv_kernels.triton.kv_tiles import load_tile, locate_tile
+from nv_kernels.triton.launch import launch_options, wait_for_previous
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,6 +103,7 @@ def attend_to_decodes(
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
         "maxnreg": config.max_registers,
+        **launch_options(query),
     }
     tensors = (query, *kv_cache)
     lengths = (metadata.cu_seqlens_q, metadata.context_lens, metadata.block_table)
@@ -158,7 +160,7 @@ def attend_to_decodes(
         *strides,
         min_split_len=MIN_SPLIT_LEN,
         max_num_splits=MAX_SPLITS,
-        block_seqs=max(16, triton.next_power_of_2(metadata.num_seqs)),
+        block_seqs=_list_length(metadata.num_seqs),
         **shape,
         **options,
     )
@@ -180,7 +182,16 @@ def attend_to_decodes(
         max_num_splits=MAX_SPLITS,
         block_d=shape["block_d"],
         num_warps=1,
+        **launch_options(query),
     )
+
+
+def _list_length(num_seqs: int) -> int:
+    """A length that holds a list of all sequences; few ones, since each is compiled on its own."""
+    length = 16
+    while length < num_seqs:
+        length *= 8
+    return length
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -370,7 +381,9 @@ def _direct_kernel(
     block_m: tl.constexpr,
     block_n: tl.constexpr,
     block_d: tl.constexpr,
+    overlaps: tl.constexpr,
 ) -> None:
+    wait_for_previous(overlaps)
     kv_head = tl.program_id(0) % num_kv_heads
     seq = tl.program_id(0).to(tl.int64) // num_kv_heads
     m = tl.arange(0, block_m)
@@ -467,7 +480,9 @@ def _split_kernel(
     block_m: tl.constexpr,
     block_n: tl.constexpr,
     block_d: tl.constexpr,
+    overlaps: tl.constexpr,
 ) -> None:
+    wait_for_previous(overlaps)
     # Every program lists all splits of the batch, and takes every num_programs-th of them.
     index = tl.arange(0, block_seqs)
     inside = index < num_seqs
@@ -556,7 +571,9 @@ def _combine_kernel(
     min_split_len: tl.constexpr,
     max_num_splits: tl.constexpr,
     block_d: tl.constexpr,
+    overlaps: tl.constexpr,
 ) -> None:
+    wait_for_previous(overlaps)
     head = tl.program_id(0) % num_heads
     seq = tl.program_id(0).to(tl.int64) // num_heads
     d = tl.arange(0, block_d)

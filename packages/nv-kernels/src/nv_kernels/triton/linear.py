@@ -1,8 +1,8 @@
 """A matrix product with few rows as a Triton kernel.
 
 Legend: m rows, n outputs, k inputs. One program computes block_n outputs of up to four rows: it
-walks along k, multiplies element by element and sums at the very end. Tensor cores would idle: four
-rows do eight operations for each weight element that is read.
+walks along k, one tile of weights ahead, multiplies element by element and sums at the very end.
+Tensor cores would idle: four rows do eight operations for each weight element that is read.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
 from nv_kernels.triton.device import device_of
+from nv_kernels.triton.launch import launch_options, wait_for_previous
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,6 +73,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile | None = N
                 block_n=tile.block_n,
                 block_k=tile.block_k,
                 num_warps=tile.num_warps,
+                **launch_options(x),
             )
     return output
 
@@ -91,6 +93,7 @@ def _linear_kernel(
     block_m: tl.constexpr,
     block_n: tl.constexpr,
     block_k: tl.constexpr,
+    overlaps: tl.constexpr,
 ) -> None:
     row = tl.arange(0, block_m)
     column = tl.program_id(0) * block_n + tl.arange(0, block_n)
@@ -99,17 +102,16 @@ def _linear_kernel(
     # int64: a head of 150,000 rows of 16,384 has more elements than int32 can count.
     weight_row_ptr = weight_ptr + column.to(tl.int64)[:, None] * weight_stride + element[None, :]
     x_row_ptr = x_ptr + row[:, None] * x_stride + element[None, :]
+    # Weights never change, so the first ones are fetched while the kernel before still runs.
+    weight = _load_weights(weight_row_ptr, inside, 0, k, block_k)
+    wait_for_previous(overlaps)
     total = tl.zeros([block_m, block_n, block_k], tl.float32)
     for start in range(0, k, block_k):
-        if k % block_k == 0:
-            weight = tl.load(weight_row_ptr + start, mask=inside[:, None], other=0.0)
-            x = tl.load(x_row_ptr + start, mask=(row < m)[:, None], other=0.0)
-        else:
-            left = element < k - start
-            mask = inside[:, None] & left[None, :]
-            weight = tl.load(weight_row_ptr + start, mask=mask, other=0.0)
-            x = tl.load(x_row_ptr + start, mask=(row < m)[:, None] & left[None, :], other=0.0)
+        next_weight = _load_weights(weight_row_ptr, inside, start + block_k, k, block_k)
+        left = element < k - start
+        x = tl.load(x_row_ptr + start, mask=(row < m)[:, None] & left[None, :], other=0.0)
         total += weight.to(tl.float32)[None, :, :] * x.to(tl.float32)[:, None, :]
+        weight = next_weight
     output = tl.sum(total, axis=2)
     if has_bias:
         output += tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -118,3 +120,16 @@ def _linear_kernel(
         output.to(output_ptr.dtype.element_ty),
         mask=(row < m)[:, None] & inside[None, :],
     )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _load_weights(
+    row_ptr: tl.tensor,
+    inside: tl.tensor,
+    start: tl.tensor,
+    k: tl.constexpr,
+    block_k: tl.constexpr,
+) -> tl.tensor:
+    """Loads [n, k] weights from column `start` on; zero where there are none."""
+    left = tl.arange(0, block_k) < k - start
+    return tl.load(row_ptr + start, mask=inside[:, None] & left[None, :], other=0.0)

@@ -20,11 +20,15 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
 from nv_kernels.triton.kv_tiles import load_tile, locate_tile
+from nv_kernels.triton.launch import launch_options, wait_for_previous
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from nv_kernels.metadata import AttentionMetadata, LayerKVCache
+
+SEQS_PER_LOAD = tl.constexpr(256)
+"""How many sequences a program looks at together when it searches its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +88,6 @@ def attend_to_prompts(
         kv_cache.value.stride(2),
         metadata.block_table.stride(0),
         min_query_len=min_query_len,
-        block_seqs=max(16, triton.next_power_of_2(metadata.num_seqs + 1)),
         num_kv_heads=num_kv_heads,
         group=group,
         head_dim=head_dim,
@@ -97,6 +100,7 @@ def attend_to_prompts(
         block_d=max(16, triton.next_power_of_2(head_dim)),  # tl.dot takes no side under 16
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        **launch_options(query),
     )
 
 
@@ -122,7 +126,6 @@ def _prefill_kernel(
     value_head_stride: tl.tensor,
     block_table_stride: tl.tensor,
     min_query_len: tl.constexpr,
-    block_seqs: tl.constexpr,
     num_kv_heads: tl.constexpr,
     group: tl.constexpr,
     head_dim: tl.constexpr,
@@ -133,14 +136,20 @@ def _prefill_kernel(
     block_m: tl.constexpr,
     block_n: tl.constexpr,
     block_d: tl.constexpr,
+    overlaps: tl.constexpr,
 ) -> None:
+    wait_for_previous(overlaps)
     # Late tiles see the most keys, so they start first and the light ones fill the end.
     number = tl.num_programs(0) // num_kv_heads - 1 - tl.program_id(0) // num_kv_heads
     kv_head = tl.program_id(0) % num_kv_heads
-    index = tl.arange(0, block_seqs)
-    starts = tl.load(cu_seqlens_q_ptr + index, mask=index <= num_seqs, other=0)
-    is_before = (index <= num_seqs) & (starts // block_q + index <= number)
-    seq = tl.sum(is_before.to(tl.int32), axis=0) - 1
+    # A loop, not one load as wide as the batch: each width would be compiled on its own, in the
+    # middle of serving.
+    seq = -1
+    for first_index in range(0, num_seqs + 1, SEQS_PER_LOAD):
+        index = first_index + tl.arange(0, SEQS_PER_LOAD)
+        starts = tl.load(cu_seqlens_q_ptr + index, mask=index <= num_seqs, other=0)
+        is_before = (index <= num_seqs) & (starts // block_q + index <= number)
+        seq += tl.sum(is_before.to(tl.int32), axis=0)
     query_start = tl.load(cu_seqlens_q_ptr + seq)
     first_query = (number - query_start // block_q - seq) * block_q
     if seq < num_seqs:

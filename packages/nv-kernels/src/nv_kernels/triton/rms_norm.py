@@ -14,6 +14,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
 from nv_kernels.triton.device import device_of
+from nv_kernels.triton.launch import launch_options, wait_for_previous
 from nv_kernels.triton.rows import as_rows
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
             n=n,
             block_rows=block_rows,
             block_n=block_n,
+            **launch_options(x),
         )
     return output
 
@@ -73,6 +75,7 @@ def add_rms_norm(
             n=n,
             block_rows=block_rows,
             block_n=block_n,
+            **launch_options(x),
         )
     return output, total
 
@@ -82,7 +85,7 @@ def _tile(n: int) -> tuple[int, int]:
     return max(1, _TILE_ELEMENTS // block_n), block_n
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
 def _rms_norm_kernel(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
@@ -95,7 +98,9 @@ def _rms_norm_kernel(
     n: tl.constexpr,
     block_rows: tl.constexpr,
     block_n: tl.constexpr,
+    overlaps: tl.constexpr,
 ) -> None:
+    wait_for_previous(overlaps)
     row = (tl.program_id(0) * block_rows + tl.arange(0, block_rows)).to(tl.int64)[:, None]
     column = tl.arange(0, block_n)[None, :]
     inside = (row < num_rows) & (column < n)
@@ -105,7 +110,7 @@ def _rms_norm_kernel(
     tl.store(output_ptr + row * n + column, _normalize(x, weight, eps, n), mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
 def _add_rms_norm_kernel(
     x_ptr: tl.tensor,
     residual_ptr: tl.tensor,
@@ -122,7 +127,9 @@ def _add_rms_norm_kernel(
     n: tl.constexpr,
     block_rows: tl.constexpr,
     block_n: tl.constexpr,
+    overlaps: tl.constexpr,
 ) -> None:
+    wait_for_previous(overlaps)
     row = (tl.program_id(0) * block_rows + tl.arange(0, block_rows)).to(tl.int64)[:, None]
     column = tl.arange(0, block_n)[None, :]
     inside = (row < num_rows) & (column < n)

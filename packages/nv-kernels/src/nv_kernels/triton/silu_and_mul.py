@@ -12,6 +12,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
 from nv_kernels.triton.device import device_of
+from nv_kernels.triton.launch import launch_options, wait_for_previous
 from nv_kernels.triton.rows import as_rows
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
             rows.inner_stride,
             n=n,
             block_n=block_n,
+            **launch_options(gate_up),
         )
     return output
 
@@ -48,7 +50,9 @@ def _silu_and_mul_kernel(
     inner_stride: tl.tensor,
     n: tl.constexpr,
     block_n: tl.constexpr,
+    overlaps: tl.constexpr,
 ) -> None:
+    wait_for_previous(overlaps)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block_n + tl.arange(0, block_n)
     inside = column < n

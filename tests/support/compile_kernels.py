@@ -1,4 +1,4 @@
-"""Compiles the attention kernels for a Hopper GPU where there is none; run as a script.
+"""Compiles the kernels of a decode step and of prompts for a Hopper GPU where there is none; run as a script.
 
 Launches are real, up to the point where a GPU would be needed: there each kernel is compiled with
 the very arguments of the launch. The interpreter, which runs the kernels on a CPU, takes much that
@@ -16,7 +16,14 @@ from triton.compiler import ASTSource  # type: ignore[import-untyped]
 from triton.runtime.jit import JITFunction  # type: ignore[import-untyped]
 
 from nv_kernels import AttentionMetadata, LayerKVCache
-from nv_kernels.triton import attention
+from nv_kernels.triton import (
+    attention,
+    launch,
+    linear,
+    rms_norm,
+    rotate_and_store,
+    silu_and_mul,
+)
 
 HOPPER = GPUTarget("cuda", 90, 32)
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
@@ -63,8 +70,32 @@ def attend(query_lens: list[int], context_lens: list[int], head_dim: int, block_
     attention.paged_attention(query, kv_cache, metadata, scale=0.1)
 
 
+def run_layer(num_tokens: int) -> None:
+    def rows(*shape: int) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=torch.bfloat16)
+
+    positions = torch.zeros(num_tokens, dtype=torch.int32)
+    cache = rows(2, 4, 16, 2, 128)
+    rms_norm.rms_norm(rows(num_tokens, 256), rows(256), eps=1e-6)
+    rms_norm.add_rms_norm(rows(num_tokens, 256), rows(num_tokens, 256), rows(256), eps=1e-6)
+    rotate_and_store.rotate_and_store(
+        rows(num_tokens, 8, 128),
+        positions,
+        torch.zeros(64, 128),
+        *cache,
+        positions,
+        query_weight=rows(128),
+        key_weight=rows(128),
+        eps=1e-6,
+    )
+    silu_and_mul.silu_and_mul(rows(num_tokens, 512))
+    linear.linear(rows(num_tokens, 1000), rows(256, 1000), None)
+
+
 def main() -> None:
     JITFunction.run = compile_launch
+    launch._can_overlap = lambda device: True  # type: ignore[assignment]
+    run_layer(3)
     attend([1], [300], 128, 64)  # split, combine
     attend([1, 1, 1, 9], [300, 5, 1, 9], 80, 16)  # direct, prompts
 
