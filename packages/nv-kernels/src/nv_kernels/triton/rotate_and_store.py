@@ -1,8 +1,8 @@
 """Norm, rotation and cache write of a fused projection as one Triton kernel.
 
-Legend: half = head_dim / 2, block_r is half rounded up to a power of two. One program takes one
-head of one token: a query head is normalised, rotated and written out, a key head the same but into
-the cache, a value head is copied there.
+Legend: half = head_dim / 2, r pairs of a head (half rounded up to a power of two), h heads of a
+tile. One program takes up to block_h heads of one kind of one token: query heads are normalised,
+rotated and written out, key heads the same but into the cache, value heads are copied there.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
 from nv_kernels.triton.device import device_of
+from nv_kernels.triton.launch import launch_options, wait_for_previous
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_TILE_PAIRS = 512  # with two warps, 16-byte accesses of 8 bf16 each
 
 
 def rotate_and_store(
@@ -42,8 +45,14 @@ def rotate_and_store(
     if num_tokens == 0:
         return query
     half = head_dim // 2
+    block_r = triton.next_power_of_2(half)
+    block_h = max(1, _TILE_PAIRS // block_r)
+    num_query_parts, num_kv_parts = (
+        triton.cdiv(num_heads, block_h),
+        triton.cdiv(num_kv_heads, block_h),
+    )
     with device_of(qkv):
-        _rotate_and_store_kernel[(num_tokens, num_all_heads)](
+        _rotate_and_store_kernel[(num_tokens, num_query_parts + 2 * num_kv_parts)](
             qkv,
             positions,
             cos_sin_cache,
@@ -60,11 +69,15 @@ def rotate_and_store(
             *value_cache.stride()[:3],
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
+            num_query_parts=num_query_parts,
+            num_kv_parts=num_kv_parts,
             half=half,
             block_size=block_size,
             has_norm=query_weight is not None,
-            block_r=triton.next_power_of_2(half),
-            num_warps=1,
+            block_h=block_h,
+            block_r=block_r,
+            num_warps=2,
+            **launch_options(qkv),
         )
     return query
 
@@ -92,65 +105,107 @@ def _rotate_and_store_kernel(
     value_head_stride: tl.tensor,
     num_heads: tl.constexpr,
     num_kv_heads: tl.constexpr,
+    num_query_parts: tl.constexpr,
+    num_kv_parts: tl.constexpr,
     half: tl.constexpr,
     block_size: tl.constexpr,
     has_norm: tl.constexpr,
+    block_h: tl.constexpr,
     block_r: tl.constexpr,
+    overlaps: tl.constexpr,
 ) -> None:
+    wait_for_previous(overlaps)
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    pair = tl.arange(0, block_r)
-    inside = pair < half
-    dtype = query_ptr.dtype.element_ty
-    # int64 from here on: a pool of a few GB has more elements than int32 can count.
-    slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
-    if (head >= num_heads) & (slot < 0):
-        return
-    block, offset = slot // block_size, slot % block_size
-    source_ptr = qkv_ptr + token * qkv_token_stride + head * qkv_head_stride + pair
-    first = tl.load(source_ptr, mask=inside, other=0.0)
-    second = tl.load(source_ptr + half, mask=inside, other=0.0)
-
-    if head >= num_heads + num_kv_heads:
-        target_ptr = (
-            value_cache_ptr
-            + block * value_block_stride
-            + offset * value_offset_stride
-            + (head - num_heads - num_kv_heads) * value_head_stride
-            + pair
+    part = tl.program_id(1)
+    h = tl.arange(0, block_h)[:, None]
+    pair = tl.arange(0, block_r)[None, :]
+    token_ptr = qkv_ptr + token * qkv_token_stride + pair
+    if part < num_query_parts:
+        head = part * block_h + h
+        inside = (head < num_heads) & (pair < half)
+        source_ptr = token_ptr + head * qkv_head_stride
+        first, second = _load_rotated(
+            source_ptr,
+            inside,
+            query_weight_ptr,
+            positions_ptr + token,
+            cos_sin_ptr,
+            cos_sin_stride,
+            eps,
+            half,
+            has_norm,
+            block_r,
         )
+        target_ptr = query_ptr + (token * num_heads + head) * (2 * half) + pair
         tl.store(target_ptr, first, mask=inside)
         tl.store(target_ptr + half, second, mask=inside)
         return
+    # int64 from here on: a pool of a few GB has more elements than int32 can count.
+    slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
+    if slot < 0:
+        return
+    block, offset = slot // block_size, slot % block_size
+    part -= num_query_parts
+    if part < num_kv_parts:
+        head = part * block_h + h
+        inside = (head < num_kv_heads) & (pair < half)
+        source_ptr = token_ptr + (num_heads + head) * qkv_head_stride
+        first, second = _load_rotated(
+            source_ptr,
+            inside,
+            key_weight_ptr,
+            positions_ptr + token,
+            cos_sin_ptr,
+            cos_sin_stride,
+            eps,
+            half,
+            has_norm,
+            block_r,
+        )
+        slot_ptr = key_cache_ptr + block * key_block_stride + offset * key_offset_stride
+        target_ptr = slot_ptr + head * key_head_stride + pair
+    else:
+        head = (part - num_kv_parts) * block_h + h
+        inside = (head < num_kv_heads) & (pair < half)
+        source_ptr = token_ptr + (num_heads + num_kv_heads + head) * qkv_head_stride
+        first = tl.load(source_ptr, mask=inside, other=0.0)
+        second = tl.load(source_ptr + half, mask=inside, other=0.0)
+        slot_ptr = value_cache_ptr + block * value_block_stride + offset * value_offset_stride
+        target_ptr = slot_ptr + head * value_head_stride + pair
+    tl.store(target_ptr, first, mask=inside)
+    tl.store(target_ptr + half, second, mask=inside)
 
-    is_query = head < num_heads
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _load_rotated(
+    source_ptr: tl.tensor,
+    inside: tl.tensor,
+    weight_ptr: tl.tensor,
+    position_ptr: tl.tensor,
+    cos_sin_ptr: tl.tensor,
+    cos_sin_stride: tl.tensor,
+    eps: tl.tensor,
+    half: tl.constexpr,
+    has_norm: tl.constexpr,
+    block_r: tl.constexpr,
+) -> tl.tuple:
+    """Loads heads, [h, r] pointers to their first halves, and returns their rotated halves."""
+    dtype = source_ptr.dtype.element_ty
+    pair = tl.arange(0, block_r)[None, :]
+    inside_r = pair < half
+    first = tl.load(source_ptr, mask=inside, other=0.0)
+    second = tl.load(source_ptr + half, mask=inside, other=0.0)
     if has_norm:
         wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
-        total = tl.sum(wide_first * wide_first, axis=0) + tl.sum(wide_second * wide_second, axis=0)
-        scale = tl.rsqrt(total / (2 * half) + eps)
-        weight_ptr = tl.where(is_query, query_weight_ptr, key_weight_ptr) + pair
-        first_weight = tl.load(weight_ptr, mask=inside, other=0.0).to(tl.float32)
-        second_weight = tl.load(weight_ptr + half, mask=inside, other=0.0).to(tl.float32)
+        squares = wide_first * wide_first + wide_second * wide_second
+        scale = tl.rsqrt(tl.sum(squares, axis=1)[:, None] / (2 * half) + eps)
+        first_weight = tl.load(weight_ptr + pair, mask=inside_r, other=0.0).to(tl.float32)
+        second_weight = tl.load(weight_ptr + half + pair, mask=inside_r, other=0.0).to(tl.float32)
         # Rounded twice, as the norm alone does it.
         first = ((wide_first * scale).to(dtype).to(tl.float32) * first_weight).to(dtype)
         second = ((wide_second * scale).to(dtype).to(tl.float32) * second_weight).to(dtype)
-    position = tl.load(positions_ptr + token).to(tl.int64)
-    cos_ptr = cos_sin_ptr + position * cos_sin_stride + pair
-    cos = tl.load(cos_ptr, mask=inside, other=0.0)
-    sin = tl.load(cos_ptr + half, mask=inside, other=0.0)
+    cos_ptr = cos_sin_ptr + tl.load(position_ptr).to(tl.int64) * cos_sin_stride + pair
+    cos = tl.load(cos_ptr, mask=inside_r, other=0.0)
+    sin = tl.load(cos_ptr + half, mask=inside_r, other=0.0)
     x, y = first.to(tl.float32), second.to(tl.float32)
-    rotated_first, rotated_second = (x * cos - y * sin).to(dtype), (y * cos + x * sin).to(dtype)
-    if is_query:
-        target_ptr = query_ptr + (token * num_heads + head) * (2 * half) + pair
-        tl.store(target_ptr, rotated_first, mask=inside)
-        tl.store(target_ptr + half, rotated_second, mask=inside)
-    else:
-        target_ptr = (
-            key_cache_ptr
-            + block * key_block_stride
-            + offset * key_offset_stride
-            + (head - num_heads) * key_head_stride
-            + pair
-        )
-        tl.store(target_ptr, rotated_first, mask=inside)
-        tl.store(target_ptr + half, rotated_second, mask=inside)
+    return (x * cos - y * sin).to(dtype), (y * cos + x * sin).to(dtype)
