@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nv_runtime.cuda_graphs import batch_buckets, context_bound
+from nv_runtime.cuda_graphs import batch_buckets, context_bound, seq_buckets, token_buckets
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 7, 12, 100, 200, 255, 256, 257, 300, 1000])
@@ -29,3 +29,21 @@ def test_the_context_bound_holds_every_context(max_model_len: int) -> None:
     assert len(bounds) <= 4
     for length in (1, max_model_len // 2 + 1, max_model_len):
         assert length <= context_bound(length, max_model_len) <= max_model_len
+
+
+@pytest.mark.parametrize("max_tokens", [1, 16, 20, 512, 513, 1000, 8192, 10_000])
+def test_every_step_with_prompts_has_a_bucket_that_it_fills_well(max_tokens: int) -> None:
+    buckets = token_buckets(max_tokens)
+    assert buckets == sorted(set(buckets))
+    assert buckets[-1] == max_tokens
+    for size in range(1, max_tokens + 1):
+        padded = min(bucket for bucket in buckets if bucket >= size)
+        assert padded - size < max(64, size / 4) or padded <= 512
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 3, 4, 200, 256, 1000])
+def test_every_number_of_sequences_has_a_bucket(max_num_seqs: int) -> None:
+    buckets = seq_buckets(max_num_seqs)
+    assert buckets == sorted(set(buckets))
+    assert (buckets[0], buckets[-1]) == (1, max_num_seqs)
+    assert len(buckets) <= 6

@@ -1,4 +1,4 @@
-"""Compiles the kernels of a decode step and of prompts for a Hopper GPU where there is none; run as a script.
+"""Compiles the kernels of a step for a Hopper GPU where there is none; run as a script.
 
 Launches are real, up to the point where a GPU would be needed: there each kernel is compiled with
 the very arguments of the launch. The interpreter, which runs the kernels on a CPU, takes much that
@@ -75,14 +75,15 @@ def run_layer(num_tokens: int) -> None:
         return torch.zeros(*shape, dtype=torch.bfloat16)
 
     positions = torch.zeros(num_tokens, dtype=torch.int32)
-    cache = rows(2, 4, 16, 2, 128)
+    key_cache, value_cache = rows(2, 4, 16, 2, 128)
     rms_norm.rms_norm(rows(num_tokens, 256), rows(256), eps=1e-6)
     rms_norm.add_rms_norm(rows(num_tokens, 256), rows(num_tokens, 256), rows(256), eps=1e-6)
     rotate_and_store.rotate_and_store(
         rows(num_tokens, 8, 128),
         positions,
         torch.zeros(64, 128),
-        *cache,
+        key_cache,
+        value_cache,
         positions,
         query_weight=rows(128),
         key_weight=rows(128),

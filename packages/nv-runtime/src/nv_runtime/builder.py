@@ -129,6 +129,7 @@ def build_engine(config: EngineConfig) -> EngineParts:
         kv_caches,
         block_size=block_size,
         max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=max_model_len,
         device=device,
         use_graphs=_uses_graphs(config, device),

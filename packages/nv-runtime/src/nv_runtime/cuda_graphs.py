@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -27,10 +28,9 @@ _Output = TypeVar("_Output")
 
 _SMALLEST_CONTEXT_BOUND = 1024
 """Contexts up to this length share a graph; longer ones go in steps of four times."""
-_TOKEN_BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512)
-"""Tokens of captured steps with prompts, padding included."""
-_SEQ_BUCKETS = (1, 4, 16, 64, 256)
-"""Sequences of captured steps with prompts, padding included."""
+_LONG_QUERY = 2048
+"""Attention treats steps with longer queries differently (`nv_kernels.triton.attention`)."""
+_SMALL_TOKEN_BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512)
 
 
 def batch_buckets(max_num_seqs: int) -> list[int]:
@@ -42,6 +42,30 @@ def batch_buckets(max_num_seqs: int) -> list[int]:
     """
     sizes = {1, 2, 4, *range(8, 257, 8), *range(272, max_num_seqs, 16), max_num_seqs}
     return sorted(size for size in sizes if size <= max_num_seqs)
+
+
+def token_buckets(max_tokens: int) -> list[int]:
+    """Padded numbers of tokens of steps with prompts: four to a doubling, and `max_tokens`.
+
+    Returns:
+        Ascending sizes, none larger than `max_tokens`, the largest.
+    """
+    sizes = {*_SMALL_TOKEN_BUCKETS, max_tokens}
+    start = _SMALL_TOKEN_BUCKETS[-1]
+    while start < max_tokens:
+        sizes |= {start * quarters // 4 for quarters in (5, 6, 7, 8)}
+        start *= 2
+    return sorted(size for size in sizes if size <= max_tokens)
+
+
+def seq_buckets(max_num_seqs: int) -> list[int]:
+    """Padded numbers of sequences of steps with prompts: powers of four, and `max_num_seqs`."""
+    sizes = {max_num_seqs}
+    size = 1
+    while size < max_num_seqs:
+        sizes.add(size)
+        size *= 4
+    return sorted(sizes)
 
 
 def context_bound(max_context_len: int, max_model_len: int) -> int:
@@ -79,7 +103,7 @@ class DecodeGraphs:
 
     def padded_size(self, batch_size: int) -> int:
         """The smallest captured size that holds a batch."""
-        return self._buckets[bisect_left(self._buckets, batch_size)]
+        return _padded(batch_size, self._buckets)
 
     def run(self, batch: Tensor, *, max_context_len: int, samples: bool) -> DecodeOutput:
         """Replays the step's graph, capturing it first if need be.
@@ -111,69 +135,99 @@ class DecodeGraphs:
         )
 
 
-class MixedGraphs:
-    """Runs short steps with prompts in them by replaying graphs."""
+@dataclass(frozen=True)
+class MixedShape:
+    """What a graph of a step with prompts was captured for; whatever fits in it can run as it.
 
-    def __init__(self, step: MixedStep, *, max_model_len: int, block_size: int) -> None:
+    Attributes:
+        layout: How the step's numbers are packed.
+        max_query_len: Longest query, in tokens.
+    """
+
+    layout: StepLayout
+    max_query_len: int
+
+
+class MixedGraphs:
+    """Runs steps with prompts in them by replaying graphs."""
+
+    def __init__(
+        self,
+        step: MixedStep,
+        *,
+        max_tokens: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+    ) -> None:
         """Captures nothing yet.
 
         Args:
             step: What to capture.
+            max_tokens: Longest step to capture, in tokens.
+            max_num_seqs: Most sequences in one step.
             max_model_len: Longest context.
             block_size: Tokens per KV block.
         """
         self._step = step
         self._max_model_len = max_model_len
         self._block_size = block_size
-        self._seen: set[StepLayout] = set()
-        self._graphs: dict[StepLayout, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        self._inputs: dict[StepLayout, Tensor] = {}
+        self._token_buckets = token_buckets(max_tokens)
+        self._seq_buckets = seq_buckets(max_num_seqs)
+        self._seen: set[MixedShape] = set()
+        self._graphs: dict[MixedShape, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._inputs: dict[MixedShape, Tensor] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
-    def layout_for(self, plan: StepPlan) -> StepLayout | None:
-        """The padded layout whose graph runs a plan; None if it should run eagerly.
+    def shape_for(self, plan: StepPlan) -> MixedShape | None:
+        """The shape whose graph runs a plan; None if it should run eagerly.
 
-        That is so for long steps, which keep the device busy anyway, and for a size that occurs for
-        the first time.
+        That is so for long steps, which keep the device busy anyway, and for a shape that occurs
+        for the first time.
         """
         num_tokens = plan.num_scheduled_tokens
-        if num_tokens > _TOKEN_BUCKETS[-1] or len(plan.sequences) > _SEQ_BUCKETS[-1]:
+        if num_tokens > self._token_buckets[-1]:
             return None
         # A sequence may hold blocks for more than it has computed: its table must fit as well.
         longest = self._block_size * max(entry.num_blocks for entry in plan.sequences)
         bound = context_bound(longest, self._max_model_len)
         layout = StepLayout(
-            num_tokens=_TOKEN_BUCKETS[bisect_left(_TOKEN_BUCKETS, num_tokens)],
-            num_seqs=_SEQ_BUCKETS[bisect_left(_SEQ_BUCKETS, len(plan.sequences))],
+            num_tokens=_padded(num_tokens, self._token_buckets),
+            num_seqs=_padded(len(plan.sequences), self._seq_buckets),
             num_blocks=-(-bound // self._block_size),
         )
-        if layout not in self._seen:
-            self._seen.add(layout)
+        longest_query = max(entry.num_scheduled_tokens for entry in plan.sequences)
+        max_query_len = layout.num_tokens
+        if longest_query <= _LONG_QUERY:
+            max_query_len = min(max_query_len, _LONG_QUERY)
+        shape = MixedShape(layout, max_query_len)
+        if shape not in self._seen:
+            self._seen.add(shape)
             return None
-        return layout
+        return shape
 
-    def run(self, packed: Tensor, layout: StepLayout) -> Tensor:
-        """Replays the layout's graph, capturing it first if need be.
+    def run(self, packed: Tensor, shape: MixedShape) -> Tensor:
+        """Replays the shape's graph, capturing it first if need be.
 
         Args:
             packed: The step's numbers on the device; copied into the graph's own memory.
-            layout: How they are packed.
+            shape: What it fits in; `packed` is packed as its layout says.
 
         Returns:
-            Logits of `layout.num_seqs` rows, those of padding meaningless; the next replay of the
-            same graph overwrites them.
+            Hidden states of the rows to sample, [shape.layout.num_seqs, hidden_size], those of
+            padding meaningless; the next replay of the same graph overwrites them.
         """
-        if layout not in self._graphs:
-            self._inputs[layout] = packed.clone()
-            self._graphs[layout] = self._capture(layout)
-        self._inputs[layout].copy_(packed)
-        graph, logits = self._graphs[layout]
+        if shape not in self._graphs:
+            self._inputs[shape] = packed.clone()
+            self._graphs[shape] = self._capture(shape)
+        self._inputs[shape].copy_(packed)
+        graph, hidden = self._graphs[shape]
         graph.replay()
-        return logits
+        return hidden
 
-    def _capture(self, layout: StepLayout) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def _capture(self, shape: MixedShape) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """Captures one graph, after a run on the step itself: it writes what the replay will."""
-        packed = self._inputs[layout]
+        packed, layout = self._inputs[shape], shape.layout
         context = min(layout.num_blocks * self._block_size, self._max_model_len)
 
         def run() -> Tensor:
@@ -181,12 +235,17 @@ class MixedGraphs:
                 packed,
                 layout,
                 num_samples=layout.num_seqs,
-                max_query_len=layout.num_tokens,
+                max_query_len=shape.max_query_len,
                 max_context_len=context,
             )
 
         run()
         return capture(run, self._pool)
+
+
+def _padded(size: int, buckets: list[int]) -> int:
+    """The smallest bucket that holds a size."""
+    return buckets[bisect_left(buckets, size)]
 
 
 def capture(run: Callable[[], _Output], pool: Any) -> tuple[torch.cuda.CUDAGraph, _Output]:  # noqa: ANN401

@@ -7,8 +7,10 @@ views of its copy.
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate, repeat
 
 import torch
 from torch import Tensor
@@ -129,41 +131,48 @@ def pack_step(plan: StepPlan, layout: StepLayout, *, block_size: int) -> PackedS
     """
     entries = plan.sequences
     counts = [entry.num_scheduled_tokens for entry in entries]
-    firsts = [entry.num_computed_tokens for entry in entries]
-    lengths = [first + count for first, count in zip(firsts, counts, strict=True)]
+    lengths = [entry.num_computed_tokens + entry.num_scheduled_tokens for entry in entries]
     starts = [0, *accumulate(counts)]
     rows = [end - 1 for end, entry in zip(starts[1:], entries, strict=True) if entry.samples]
-    num_padding_seqs = layout.num_seqs - len(entries)
 
-    values = torch.zeros(sum(layout.sizes), dtype=torch.int32)
-    token_ids, positions, slots, starts_out, lengths_out, rows_out, tables = torch.split(
-        values, list(layout.sizes)
-    )
-    num_tokens = starts[-1]
-    token_ids[:num_tokens] = torch.tensor(list(chain.from_iterable(map(_token_ids, entries))))
-    starts_out.copy_(torch.tensor(starts + [num_tokens] * num_padding_seqs))
-    lengths_out[: len(entries)] = torch.tensor(lengths)
-    rows_out[: len(rows)] = torch.tensor(rows, dtype=torch.int32)
-    tables = tables.view(layout.num_seqs, layout.num_blocks).fill_(-1)
-    for row, entry in zip(tables, entries, strict=False):
-        row[: entry.num_blocks] = torch.tensor(entry.block_ids_from(0))
+    # An array of the standard library: its `extend` takes whole ranges, where tensors would need
+    # an operation for each sequence.
+    values = array("i")
+    sizes = iter(accumulate(layout.sizes))
 
-    entry_of_token = torch.repeat_interleave(torch.arange(len(entries)), torch.tensor(counts))
-    offset = torch.tensor(firsts) - torch.tensor(starts[:-1])
-    position = torch.arange(num_tokens) + offset[entry_of_token]
-    positions[:num_tokens] = position
-    block_ids = tables[entry_of_token, position // block_size]
-    slots.fill_(-1)
-    slots[:num_tokens] = block_ids * block_size + position % block_size
+    def pad(value: int) -> None:
+        """Ends a part."""
+        values.extend(repeat(value, next(sizes) - len(values)))
+
+    for entry in entries:
+        values.extend(_token_ids(entry))
+    pad(0)
+    for entry, end in zip(entries, lengths, strict=True):
+        values.extend(range(entry.num_computed_tokens, end))
+    pad(0)
+    for entry, end in zip(entries, lengths, strict=True):
+        for slots in _slots(entry, end, block_size):
+            values.extend(slots)
+    pad(-1)
+    values.extend(starts)
+    pad(starts[-1])
+    values.extend(lengths)
+    pad(0)
+    values.extend(rows)
+    pad(0)
+    for entry in entries:
+        values.extend(entry.block_ids_from(0))
+        values.extend(repeat(-1, layout.num_blocks - entry.num_blocks))
+    pad(-1)
     return PackedStep(
-        values=values,
+        values=torch.frombuffer(values, dtype=torch.int32),
         num_samples=len(rows),
         max_query_len=max(counts),
         max_context_len=max(lengths),
         unknown_tokens={
             entry.seq_id: end - 1
-            for entry, end in zip(entries, starts[1:], strict=True)
-            if len(entry.token_ids) < entry.num_scheduled_tokens
+            for entry, end, length in zip(entries, starts[1:], lengths, strict=True)
+            if length > entry.num_known_tokens
         },
     )
 
@@ -171,3 +180,13 @@ def pack_step(plan: StepPlan, layout: StepLayout, *, block_size: int) -> PackedS
 def _token_ids(entry: ScheduledSequence) -> list[int]:
     known = list(entry.token_ids)
     return known + [0] * (entry.num_scheduled_tokens - len(known))
+
+
+def _slots(entry: ScheduledSequence, end: int, block_size: int) -> Iterator[range]:
+    """Slots of the tokens that the entry computes, up to position `end`, block by block."""
+    start = entry.num_computed_tokens
+    first_block = start // block_size
+    for index, block_id in enumerate(entry.block_ids_from(first_block), start=first_block):
+        block_start = index * block_size
+        shift = (block_id - index) * block_size
+        yield range(shift + max(start, block_start), shift + min(end, block_start + block_size))

@@ -1,4 +1,4 @@
-"""MixedStep: the forward pass of any plan, from its packed numbers to the logits to sample.
+"""MixedStep: the forward pass of any plan, from its packed numbers to the rows to sample.
 
 Like `nv_runtime.decode_step` it looks at no value on the host, so a short one can be captured.
 """
@@ -46,7 +46,8 @@ class MixedStep:
             max_context_len: At least the longest context, in tokens.
 
         Returns:
-            Logits of the rows to sample, [num_samples, vocab_size].
+            Hidden states of the rows to sample, [num_samples, hidden_size]; not yet their logits,
+            of which a graph would keep a batch full for itself.
         """
         step = layout.unpack(
             packed,
@@ -54,5 +55,5 @@ class MixedStep:
             max_query_len=max_query_len,
             max_context_len=max_context_len,
         )
-        hidden = self._model(step.token_ids, step.positions, self._kv_caches, step.metadata)
-        return self._model.compute_logits(hidden[step.sample_rows])
+        hidden: Tensor = self._model(step.token_ids, step.positions, self._kv_caches, step.metadata)
+        return hidden[step.sample_rows]

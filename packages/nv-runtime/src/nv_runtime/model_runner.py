@@ -6,7 +6,7 @@ tokens. Steps run in the order in which they are launched.
 
 A plan in which every sequence computes one token and samples the next is a decode step: it runs on
 the device's rows alone. Every other plan is a mixed step, built from the plan's own data. Both run
-as CUDA graphs where there is CUDA, long mixed steps excepted.
+as CUDA graphs where there is CUDA, excepted mixed steps so long that the device is busy anyway.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ class ModelRunner:
         *,
         block_size: int,
         max_num_seqs: int,
+        max_num_batched_tokens: int,
         max_model_len: int,
         device: torch.device,
         use_graphs: bool,
@@ -68,11 +69,13 @@ class ModelRunner:
             kv_caches: One cache per layer, on `device`; written by every step.
             block_size: Tokens per KV block.
             max_num_seqs: Most sequences that hold blocks at once.
+            max_num_batched_tokens: Most tokens in one step.
             max_model_len: Longest sequence, in tokens.
             device: Where everything runs.
             use_graphs: Whether decode steps and short mixed steps run as CUDA graphs; CUDA only.
             seed_of: Gives a seed, from its `seq_id`, to a sequence that brought none.
         """
+        self._model = model
         self._block_size = block_size
         self._device = device
         self._seed_of = seed_of
@@ -90,7 +93,11 @@ class ModelRunner:
         self._mixed_graphs: MixedGraphs | None = None
         if use_graphs:
             self._mixed_graphs = MixedGraphs(
-                self._mixed_step, max_model_len=max_model_len, block_size=block_size
+                self._mixed_step,
+                max_tokens=min(longest_graphed_step(model), max_num_batched_tokens),
+                max_num_seqs=max_num_seqs,
+                max_model_len=max_model_len,
+                block_size=block_size,
             )
             self._decode_graphs = DecodeGraphs(
                 self._decode_step,
@@ -167,8 +174,8 @@ class ModelRunner:
     def _run_mixed(self, plan: StepPlan) -> Tensor:
         """Runs any plan; returns the tokens of the entries that sample, in order."""
         graphs = self._mixed_graphs
-        padded = None if graphs is None else graphs.layout_for(plan)
-        layout = layout_of(plan) if padded is None else padded
+        shape = None if graphs is None else graphs.shape_for(plan)
+        layout = layout_of(plan) if shape is None else shape.layout
         step = pack_step(plan, layout, block_size=self._block_size)
         packed = to_device(step.values, torch.int32, self._device)
         if step.unknown_tokens:
@@ -176,8 +183,8 @@ class ModelRunner:
             rows = [self._batch.row_of(seq_id) for seq_id in step.unknown_tokens]
             places = self._indices(list(step.unknown_tokens.values()))
             packed.index_copy_(0, places, self._batch.rows[self._indices(rows), TOKEN])
-        if graphs is None or padded is None:
-            logits = self._mixed_step(
+        if graphs is None or shape is None:
+            hidden = self._mixed_step(
                 packed,
                 layout,
                 num_samples=step.num_samples,
@@ -185,13 +192,13 @@ class ModelRunner:
                 max_context_len=step.max_context_len,
             )
         else:
-            logits = graphs.run(packed, padded)[: step.num_samples]
+            hidden = graphs.run(packed, shape)[: step.num_samples]
         entries = [entry for entry in plan.sequences if entry.samples]
         if not entries:
             return torch.empty(0, dtype=torch.int64, device=self._device)
         for entry in entries:
             self._batch.note_sampled(entry)
-        return self._sample(logits, entries)
+        return self._sample(self._model.compute_logits(hidden), entries)
 
     def _sample(self, logits: Tensor, entries: Sequence[ScheduledSequence]) -> Tensor:
         """Samples one token per entry and stores it in the entry's row."""
@@ -224,6 +231,17 @@ class ModelRunner:
             num_prompt_tokens=seq.num_prompt_tokens,
             stop_token_ids=seq.stop_token_ids,
         )
+
+
+def longest_graphed_step(model: CausalLM) -> int:
+    """Number of tokens from which on a graph saves nothing.
+
+    Launching a layer eagerly takes the host some 0.9 ms (measured beside an H200, where that is ten
+    kernels); a device of 600 TFLOP/s that needs longer than that for a layer waits for nothing.
+    Anything of this order will do: what it decides between differs little there.
+    """
+    num_layer_weights = sum(p.numel() for p in model.layers[0].parameters())
+    return int(0.9e-3 * 600e12 / (2 * num_layer_weights))
 
 
 def _position_sampled(entry: ScheduledSequence) -> int:

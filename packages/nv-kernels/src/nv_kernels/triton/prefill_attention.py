@@ -144,7 +144,7 @@ def _prefill_kernel(
     kv_head = tl.program_id(0) % num_kv_heads
     # A loop, not one load as wide as the batch: each width would be compiled on its own, in the
     # middle of serving.
-    seq = -1
+    seq = tl.full([], -1, tl.int32)
     for first_index in range(0, num_seqs + 1, SEQS_PER_LOAD):
         index = first_index + tl.arange(0, SEQS_PER_LOAD)
         starts = tl.load(cu_seqlens_q_ptr + index, mask=index <= num_seqs, other=0)
