@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nv_core import NvError, RequestError, SamplingParams
+from nv_core import NvError, RequestError, RequestOutputKind, SamplingParams
 
 BAD_VALUES: list[tuple[str, Any]] = [
     ("temperature", -0.1),
@@ -42,12 +42,44 @@ BAD_VALUES: list[tuple[str, Any]] = [
     ("stop_token_ids", [-1]),
     ("stop_token_ids", [1.0]),
     ("stop_token_ids", [True]),
+    ("n", 0),
+    ("n", 16385),
+    ("n", True),
+    ("n", 1.0),
+    ("presence_penalty", 2.1),
+    ("presence_penalty", math.nan),
+    ("frequency_penalty", -2.1),
+    ("frequency_penalty", None),
+    ("repetition_penalty", math.inf),
+    ("logit_bias", [1]),
+    ("logit_bias", {"x": 1.0}),
+    ("logit_bias", {-1: 1.0}),
+    ("logit_bias", {1.5: 1.0}),
+    ("logit_bias", {True: 1.0}),
+    ("logit_bias", {1: "2"}),
+    ("logit_bias", {1: math.nan}),
+    ("logit_bias", {1: None}),
+    ("allowed_token_ids", "12"),
+    ("allowed_token_ids", 3),
+    ("allowed_token_ids", [-1]),
+    ("bad_words", "word"),
+    ("bad_words", 3),
+    ("bad_words", [3]),
+    ("bad_words", [[-1]]),
+    ("logprobs", -2),
+    ("logprobs", 1.5),
+    ("logprobs", "5"),
+    ("prompt_logprobs", -2),
+    ("output_kind", "delta"),
+    ("output_kind", 1),
+    ("spaces_between_special_tokens", None),
+    ("extra_args", [1]),
 ]
 
 
 @pytest.mark.parametrize(("name", "value"), BAD_VALUES)
 def test_bad_value_is_refused_by_name(name: str, value: object) -> None:
-    with pytest.raises(RequestError, match=f"{name} must be") as caught:
+    with pytest.raises(RequestError, match=f"{name} must") as caught:
         SamplingParams(**{name: value})  # type: ignore[arg-type]
     assert isinstance(caught.value, ValueError)
     assert isinstance(caught.value, NvError)
@@ -67,6 +99,14 @@ def test_bad_value_is_refused_by_name(name: str, value: object) -> None:
         ("max_tokens", 1),
         ("seed", 0),
         ("seed", 2**64 - 1),
+        ("n", 16384),
+        ("presence_penalty", -2),
+        ("frequency_penalty", 2),
+        ("logprobs", 0),
+        ("logprobs", -1),
+        ("prompt_logprobs", 100_000),
+        ("output_kind", RequestOutputKind.DELTA),
+        ("extra_args", {"any": object}),
     ],
 )
 def test_edges_of_the_ranges_are_allowed(name: str, value: object) -> None:
@@ -135,6 +175,101 @@ def test_stop_texts_in_every_form(stop: Any, expected: tuple[str, ...]) -> None:
 def test_bad_stop_texts_are_refused(stop: Any) -> None:  # noqa: ANN401 - that is the point
     with pytest.raises(RequestError, match="stop must"):
         SamplingParams(stop=stop)
+
+
+def test_defaults_are_those_of_vllm() -> None:
+    params = SamplingParams()
+    assert dataclasses.asdict(params) == {
+        "n": 1,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "logit_bias": None,
+        "allowed_token_ids": None,
+        "bad_words": (),
+        "max_tokens": 16,
+        "min_tokens": 0,
+        "seed": None,
+        "ignore_eos": False,
+        "stop_token_ids": (),
+        "stop": (),
+        "include_stop_str_in_output": False,
+        "logprobs": None,
+        "prompt_logprobs": None,
+        "skip_special_tokens": True,
+        "spaces_between_special_tokens": True,
+        "detokenize": True,
+        "output_kind": RequestOutputKind.CUMULATIVE,
+        "structured_outputs": None,
+        "extra_args": None,
+    }
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "seed",
+        "stop",
+        "stop_token_ids",
+        "bad_words",
+        "logprobs",
+        "prompt_logprobs",
+        "logit_bias",
+        "allowed_token_ids",
+        "structured_outputs",
+        "extra_args",
+    ],
+)
+def test_none_is_the_default_of_what_may_be_left_out(name: str) -> None:
+    assert SamplingParams(**{name: None}) == SamplingParams()  # type: ignore[arg-type]
+
+
+def test_logprobs_may_be_a_yes_or_no() -> None:
+    params = SamplingParams(logprobs=True, prompt_logprobs=False)
+    assert (params.logprobs, params.prompt_logprobs) == (1, None)
+
+
+def test_logit_bias_is_cut_and_its_keys_may_be_texts() -> None:
+    bias: Any = {"7": 250, 3: -1000.0, 5: 0.5}
+    assert SamplingParams(logit_bias=bias).logit_bias == {7: 100.0, 3: -100.0, 5: 0.5}
+    assert SamplingParams(logit_bias={}).logit_bias is None
+    kept = SamplingParams(logit_bias=bias)
+    bias[9] = 1.0
+    assert kept.logit_bias is not None
+    assert 9 not in kept.logit_bias
+
+
+def test_bad_words_are_texts_or_token_ids() -> None:
+    assert SamplingParams(bad_words=["a", [1, 2]]).bad_words == ("a", (1, 2))
+    empties: list[Any] = ["", "  ", []]
+    for empty in empties:
+        with pytest.raises(RequestError, match="bad_words must hold"):
+            SamplingParams(bad_words=["a", empty])
+
+
+def test_a_list_of_no_allowed_tokens_is_refused() -> None:
+    with pytest.raises(RequestError, match="allowed_token_ids must hold at least one"):
+        SamplingParams(allowed_token_ids=[])
+
+
+def test_greedy_decoding_has_one_answer() -> None:
+    assert SamplingParams(n=3).n == 3
+    with pytest.raises(RequestError, match="n must be 1 with greedy decoding"):
+        SamplingParams(n=2, temperature=0)
+
+
+def test_structured_outputs_are_refused_for_now() -> None:
+    with pytest.raises(RequestError, match=r"structured_outputs=.* is not supported yet"):
+        SamplingParams(structured_outputs={"json": {}})  # type: ignore[arg-type]
+
+
+def test_all_fields_but_mappings_take_part_in_the_hash() -> None:
+    assert hash(SamplingParams(logit_bias={1: 2.0})) == hash(SamplingParams())
+    assert hash(SamplingParams(bad_words=["a"])) != hash(SamplingParams())
 
 
 def test_stop_texts_need_text() -> None:

@@ -23,7 +23,7 @@ from nv_core.policies import (
     take_or_preempt,
 )
 from nv_core.prefix_cache_stats import PrefixCacheStats
-from nv_core.sampling_params import SamplingParams
+from nv_core.sampling_params import RequestOutputKind, SamplingParams
 from nv_core.scheduler import Explanation, Scheduler, StepEvents
 from nv_core.sequence import FinishReason, Sequence, SequenceStatus, WaitReason
 from nv_core.step import Step
@@ -48,6 +48,7 @@ __all__ = [
     "PrefixCacheStats",
     "Priority",
     "RequestError",
+    "RequestOutputKind",
     "SamplingParams",
     "ScheduledSequence",
     "Scheduler",

@@ -11,6 +11,7 @@ from nv_core import (
     ConfigError,
     NvError,
     RequestError,
+    RequestOutputKind,
     SamplingParams,
     SchedulingError,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "RequestError",
     "RequestMetrics",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "SchedulingError",
     "TextPrompt",

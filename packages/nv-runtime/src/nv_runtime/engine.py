@@ -24,6 +24,7 @@ from nv_core import (
 from nv_runtime.model_runner import ModelRunner, StepHandle
 from nv_runtime.prompt import TokenizedPrompt
 from nv_runtime.request import Request, now
+from nv_runtime.request_checks import check_sampling_params
 from nv_runtime.tokenizer import Tokenizer
 
 
@@ -138,12 +139,7 @@ class Engine:
                 f"stop={sampling_params.stop!r} needs the output text, but the engine has no "
                 "tokenizer (skip_tokenizer_init=True); use stop_token_ids"
             )
-        for token_id in sampling_params.stop_token_ids:
-            if token_id >= self._vocab_size:
-                raise RequestError(
-                    f"stop_token_ids holds {token_id}; the model's token ids are in "
-                    f"[0, {self._vocab_size})"
-                )
+        check_sampling_params(sampling_params, vocab_size=self._vocab_size)
         arrival = now()
         seq = self.scheduler.add(
             prompt.token_ids, sampling_params, request_id=request_id, arrival_time=arrival

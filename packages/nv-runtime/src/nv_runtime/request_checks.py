@@ -1,0 +1,45 @@
+"""What a request may ask of this model and this engine, checked when it arrives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from nv_core import RequestError, SamplingParams
+
+_UNBUILT = (
+    "n",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "logprobs",
+    "prompt_logprobs",
+)
+
+
+def check_sampling_params(params: SamplingParams, *, vocab_size: int) -> None:
+    """Refuses what cannot be served.
+
+    Args:
+        params: What the caller asked for.
+        vocab_size: Number of token ids that the model has.
+
+    Raises:
+        RequestError: A token id is none of the model's, or a parameter is not supported.
+    """
+    _check_token_ids("stop_token_ids", params.stop_token_ids, vocab_size)
+    _check_token_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
+    _check_token_ids("logit_bias", params.logit_bias or (), vocab_size)
+    default = SamplingParams()
+    for name in _UNBUILT:
+        if getattr(params, name) != getattr(default, name):
+            raise RequestError(f"{name} is not supported by this engine yet; leave it out")
+
+
+def _check_token_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    for token_id in token_ids:
+        if token_id >= vocab_size:
+            raise RequestError(
+                f"{name} holds {token_id}; the model's token ids are in [0, {vocab_size})"
+            )
