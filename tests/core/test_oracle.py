@@ -61,6 +61,7 @@ class Device:
             preempted=preempted,
             dropped=(),
             released=preempted,
+            refused=(),
             token_budget=100,
             num_scheduled_tokens=sum(entry.num_scheduled_tokens for entry in entries),
             num_hit_tokens=0,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from nv_core.sequence import Sequence
+    from nv_core.sequence import Sequence, WaitReason
 
 
 class ScheduledSequence(NamedTuple):
@@ -88,6 +88,8 @@ class StepPlan:
             them has to be told, as no later plan names them.
         released: Ids of all sequences that lost their blocks since the plan before, ended ones
             included. Whoever keeps state for a sequence drops it before the plan runs.
+        refused: Ids of the unfinished sequences that the policy asked for and that got nothing,
+            each with the reason. One that is neither here nor in the batch was not asked for.
         token_budget: Tokens that it might have computed.
         num_scheduled_tokens: Tokens that it computes, all sequences together.
         num_hit_tokens: Tokens that its admissions need not compute, since they were found in the
@@ -105,6 +107,7 @@ class StepPlan:
     preempted: tuple[int, ...]
     dropped: tuple[Sequence, ...]
     released: tuple[int, ...]
+    refused: tuple[tuple[int, WaitReason], ...]
     token_budget: int
     num_scheduled_tokens: int
     num_hit_tokens: int

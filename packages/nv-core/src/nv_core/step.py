@@ -112,6 +112,7 @@ class Step:
         self._dropped: list[Sequence] = []
         self._preempted: list[int] = []
         self._released: list[int] = []
+        self._refused: dict[int, Sequence] = {}
         self.step_id = -1
         self.prefix_cache_stats = PrefixCacheStats()
         self.waiting = WaitingQueue()
@@ -123,6 +124,7 @@ class Step:
         self.step_id = step_id
         self._grants = {}
         self._admitted = []
+        self._refused = {}
         self.budget = self._max_num_batched_tokens
 
     def finish(self) -> StepPlan:
@@ -138,6 +140,7 @@ class Step:
             preempted=tuple(self._preempted),
             dropped=tuple(self._dropped),
             released=tuple(self._released),
+            refused=self._reasons() if self._refused else (),
             token_budget=self._max_num_batched_tokens,
             num_scheduled_tokens=self._max_num_batched_tokens - self.budget,
             num_hit_tokens=sum(hits),
@@ -152,6 +155,14 @@ class Step:
             self._dropped = []
             self._released = []
         return plan
+
+    def _reasons(self) -> tuple[tuple[int, WaitReason], ...]:
+        """Why sequences got nothing; those that got something after all are left out."""
+        return tuple(
+            (seq_id, seq.wait_reason)
+            for seq_id, seq in self._refused.items()
+            if seq.wait_reason is not None
+        )
 
     def _admitted_ids(self) -> list[int]:
         """Sequences that the step admitted and has not preempted or dropped again."""
@@ -589,6 +600,7 @@ class Step:
     def _refuse(self, seq: Sequence, reason: WaitReason) -> int:
         seq.wait_reason = reason
         seq._refused_in_step = self.step_id
+        self._refused[seq.seq_id] = seq
         return 0
 
     def _max_hits(self, seq: Sequence) -> int:

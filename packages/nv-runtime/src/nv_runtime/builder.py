@@ -25,6 +25,7 @@ from nv_runtime.kv_cache import (
 )
 from nv_runtime.model_runner import ModelRunner
 from nv_runtime.sampler import derive_seed
+from nv_runtime.step_log import EngineStepLog, make_header
 from nv_runtime.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -135,6 +136,13 @@ def build_engine(config: EngineConfig) -> EngineParts:
         use_graphs=_uses_graphs(config, device),
         seed_of=lambda seq_id: derive_seed(config.seed, seq_id),
     )
+    num_steps_ahead = int(_schedules_ahead(config, device))
+    step_log = None
+    if config.step_log is not None:
+        header = make_header(
+            scheduler, model_config, dtype=dtype, device=device, num_steps_ahead=num_steps_ahead
+        )
+        step_log = EngineStepLog(config.step_log, header)
     phases.log()
     return EngineParts(
         engine=Engine(
@@ -142,7 +150,8 @@ def build_engine(config: EngineConfig) -> EngineParts:
             runner,
             tokenizer=tokenizer,
             vocab_size=model_config.vocab_size,
-            num_steps_ahead=int(_schedules_ahead(config, device)),
+            num_steps_ahead=num_steps_ahead,
+            step_log=step_log,
         ),
         tokenizer=tokenizer,
         default_sampling_params=_default_sampling_params(config, checkpoint),

@@ -25,6 +25,7 @@ from nv_runtime.model_runner import ModelRunner, StepHandle
 from nv_runtime.prompt import TokenizedPrompt
 from nv_runtime.request import Request, now
 from nv_runtime.request_checks import check_sampling_params
+from nv_runtime.step_log import EngineStepLog
 from nv_runtime.tokenizer import Tokenizer
 
 
@@ -39,6 +40,7 @@ class Engine:
         tokenizer: Tokenizer | None,
         vocab_size: int,
         num_steps_ahead: int = 0,
+        step_log: EngineStepLog | None = None,
     ) -> None:
         """Joins the parts; see `nv_runtime.builder` for how they are made.
 
@@ -48,12 +50,14 @@ class Engine:
             tokenizer: Decodes the answers; None for answers without text.
             vocab_size: Number of token ids that the model has.
             num_steps_ahead: How many steps are launched before the oldest is collected.
+            step_log: Writes down what each step does; None for no log.
         """
         self.scheduler = scheduler
         self._runner = runner
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._num_steps_ahead = num_steps_ahead
+        self._step_log = step_log
         self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
         self._requests: dict[int, Request] = {}
         self._ids: dict[str, int] = {}
@@ -66,6 +70,7 @@ class Engine:
             The requests that got a token or ended, also those that the policy dropped; empty when
             there was nothing to run, or when the step's tokens are still on their way.
         """
+        planned = now()
         # If the policy raises, what is in flight goes on with the next call.
         plan = self.scheduler.schedule()
         updated: list[Request] = []
@@ -74,15 +79,17 @@ class Engine:
                 if self._in_flight and self._runner.needs_committed_tokens(plan):
                     updated += self._collect(keep=0)
                 updated += self._note_dropped(plan)
-                self._launch(plan)
+                self._launch(plan, planned)
             updated += self._collect(keep=0 if plan is None else self._num_steps_ahead)
             if not self.scheduler.has_unfinished:
                 # What is still in flight yields only tokens that nobody wants.
                 updated += self._collect(keep=0)
         return updated
 
-    def _launch(self, plan: StepPlan) -> None:
+    def _launch(self, plan: StepPlan, planned: float) -> None:
         self._in_flight.append((plan, self._runner.launch(plan)))
+        if self._step_log is not None:
+            self._step_log.note_launched(plan, planned=planned)
         launched = now()
         for entry in plan.sequences:
             # One that a commit in between has ended is no request any more.
@@ -96,6 +103,8 @@ class Engine:
         while len(self._in_flight) > keep:
             plan, handle = self._in_flight[0]
             tokens = self._runner.collect(handle)
+            if self._step_log is not None:
+                self._step_log.note_collected(plan, done=now())
             self._in_flight.popleft()
             events = self.scheduler.commit(plan, tokens)
             updated += [self._note_progress(seq.seq_id) for seq in events.sampled]
@@ -148,6 +157,8 @@ class Engine:
         request = Request(seq, prompt=prompt.text, tokenizer=self._tokenizer, arrival_time=arrival)
         self._requests[seq.seq_id] = request
         self._ids[request_id] = seq.seq_id
+        if self._step_log is not None:
+            self._step_log.note_added(seq)
         return request
 
     def abort_request(self, request_id: str) -> Request | None:
@@ -172,6 +183,12 @@ class Engine:
         for request_id in list(self._ids):
             self.abort_request(request_id)
 
+    def close(self) -> None:
+        """Ends every request and the step log."""
+        self.abort_all()
+        if self._step_log is not None:
+            self._step_log.close()
+
     def _note_progress(self, seq_id: int, *, sampled: bool = True) -> Request:
         request = self._requests[seq_id]
         if sampled and request.meets_stop_text():
@@ -182,6 +199,8 @@ class Engine:
         return request
 
     def _forget(self, request: Request) -> None:
+        if self._step_log is not None:
+            self._step_log.note_finished(request.sequence)
         self._requests.pop(request.sequence.seq_id, None)
         self._ids.pop(request.request_id, None)
 
@@ -192,6 +211,8 @@ class Engine:
             yield
         except BaseException:
             self._in_flight.clear()
+            if self._step_log is not None:
+                self._step_log.note_failed()
             plans = self.scheduler.plans_in_flight
             for entry in chain.from_iterable(plan.sequences for plan in plans):
                 self.scheduler.finish(entry.seq_id, FinishReason.ERROR)

@@ -69,6 +69,8 @@ class EngineConfig:
         generation_config: "auto" takes the default sampling parameters from the model's
             generation_config.json; "vllm" ignores that file's sampling parameters.
         seed: Seed of dummy weights, and of the draws of requests that bring no seed.
+        step_log: A file to write what each step does and when, one JSON object a line, for
+            `nv_core.sim` to draw, measure and fit; `.gz` at the end packs it. None for no log.
         show_progress: Whether loading shows a progress bar on standard error.
 
     Raises:
@@ -97,6 +99,7 @@ class EngineConfig:
     skip_tokenizer_init: bool = False
     generation_config: str = "auto"
     seed: int = 0
+    step_log: str | None = None
     show_progress: bool = True
 
     def __new__(cls, **values: object) -> EngineConfig:
@@ -106,8 +109,9 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         """Checks every field."""
-        if isinstance(self.model, PathLike):
-            object.__setattr__(self, "model", str(self.model))
+        for name in ("model", "step_log"):
+            if isinstance(getattr(self, name), PathLike):
+                object.__setattr__(self, name, str(getattr(self, name)))
         for name in ("max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
             self._check_positive(name)
         for name in (
@@ -131,6 +135,8 @@ class EngineConfig:
         for name in ("model", "device", "attention_backend"):
             if not isinstance(getattr(self, name), str):
                 raise ConfigError(f"{name} must be a str, got {getattr(self, name)!r}")
+        if self.step_log is not None and not isinstance(self.step_log, str):
+            raise ConfigError(f"step_log must be a path or None, got {self.step_log!r}")
         for name in (
             "enforce_eager",
             "enable_prefix_caching",

@@ -217,7 +217,7 @@ class LLM:
     def shutdown(self) -> None:
         """Ends all requests and frees the model's memory; calling it again does nothing."""
         if self._parts is not None:
-            self._parts.engine.abort_all()
+            self._parts.engine.close()
             self._parts = None
 
     def __enter__(self) -> LLM:

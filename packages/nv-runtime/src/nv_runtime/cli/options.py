@@ -136,6 +136,7 @@ ENGINE_FLAGS = (
     Flag("load_format", "auto, safetensors, gguf, or dummy for random weights."),
     Flag("generation_config", "auto, or vllm to ignore the model's sampling defaults."),
     Flag("seed", "Seed of all random draws.", int),
+    Flag("step_log", "Write what each step does and when to this file, for nv-sim report."),
 )
 
 SAMPLING_FLAGS = (
