@@ -1,6 +1,9 @@
-"""Latency of one request at a time: time to the first token, and time per token after it.
+"""Latency of one request at a time, and the time from the start of a process to its first token.
 
-python benchmarks/bench_latency.py --shape qwen3-0.6b
+For each model: milliseconds per token at batch 1, time to the first token of a 128-token prompt,
+and start to first token in fresh processes (imports counted) with a cold and a warm Triton cache.
+
+    python benchmarks/bench_latency.py --models qwen3-0.6b qwen3-8b
 """
 
 from __future__ import annotations
@@ -8,16 +11,18 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import statistics
 import sys
-import tempfile
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
-from bench_offline import machine
-from model_shapes import SHAPES, write_config
-from nv_runtime import LLM, SamplingParams
+from nv_runtime import LLM
+from nv_runtime.bench.environment import describe_environment
+from nv_runtime.bench.latency import measure_latency, summarise_latency
+from nv_runtime.bench.profiling import profile_steps
+from nv_runtime.bench.roofline import measure_rates
+from nv_runtime.bench.shapes import materialised
+from nv_runtime.bench.startup import run_startup, summarise_startup
+from nv_runtime.bench.workload import random_workload
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -25,53 +30,70 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", help="a checkpoint; instead of --shape")
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b", help="random weights")
+    parser.add_argument(
+        "--models", nargs="+", default=["qwen3-0.6b", "qwen3-8b"], help="shapes or checkpoints"
+    )
     parser.add_argument("--input-len", type=int, default=128, help="prompt tokens (default 128)")
     parser.add_argument("--output-len", type=int, default=256, help="output tokens (default 256)")
     parser.add_argument("--repeat", type=int, default=5, help="measured runs (default 5)")
+    parser.add_argument("--starts", type=int, default=3, help="warm starts (default 3; 0 for none)")
+    parser.add_argument("--output-json", type=Path, help="write the result here as well")
     return parser.parse_args()
+
+
+def measure(model: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measures one model."""
+    with materialised(model) as (path, needed):
+        options = {"max_model_len": 4096, "skip_tokenizer_init": True, **needed}
+        result = _measure_starts(path, options, arguments)
+        with LLM(path, show_progress=False, **options) as llm:
+            generator = random.Random(0)
+            device = llm.config.resolve_device()
+            rates = measure_rates(device, llm.config.resolve_dtype(llm.model_config.dtype, device))
+
+            def draw(output_len: int = arguments.output_len) -> Any:  # noqa: ANN401
+                return random_workload(
+                    1,
+                    input_len=arguments.input_len,
+                    output_len=output_len,
+                    vocab_size=min(10000, llm.model_config.vocab_size),
+                    temperature=0.6,
+                    generator=generator,
+                )
+
+            # Three to warm up: a graph of a prompt's size is captured when that occurs again.
+            runs = measure_latency(
+                llm, draw, num_iters_warmup=3, num_iters=arguments.repeat, rates=rates
+            )
+            result |= {**summarise_latency(runs), "device_rates": vars(rates)}
+            use = profile_steps(llm, draw(), num_steps=100) if device.type == "cuda" else None
+            result["steady_decode"] = None if use is None else use.as_dict()
+    return {**result, "environment": describe_environment(device)}
+
+
+def _measure_starts(
+    path: str, options: dict[str, Any], arguments: argparse.Namespace
+) -> dict[str, Any]:
+    if not arguments.starts:
+        return {}
+
+    def start(*, cold: bool) -> Any:  # noqa: ANN401
+        return run_startup(path, options, num_prompt_tokens=arguments.input_len, cold=cold)
+
+    cold = summarise_startup([start(cold=True)])
+    start(cold=False)
+    warm = summarise_startup([start(cold=False) for _ in range(arguments.starts)])
+    return {"start_cold": cold, "start_warm": warm}
 
 
 def main() -> None:
     """Runs the benchmark and prints one JSON object."""
     arguments = parse_arguments()
-    random.seed(0)
-    with tempfile.TemporaryDirectory() as folder:
-        start = perf_counter()
-        options: dict[str, Any] = {"max_model_len": 4096, "skip_tokenizer_init": True}
-        model = arguments.model
-        if model is None:
-            model = str(write_config(arguments.shape, Path(folder)))
-            options["load_format"] = "dummy"
-        llm = LLM(model, show_progress=False, **options)
-        params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=arguments.output_len)
-        first_token_ms, token_ms = [], []
-        ready_s = None
-        for _ in range(arguments.repeat + 2):
-            prompt = [random.randint(0, 10000) for _ in range(arguments.input_len)]
-            begin = perf_counter()
-            stream = llm.stream([prompt], params)
-            next(stream)
-            first = perf_counter()
-            if ready_s is None:
-                ready_s = first - start
-            for _ in stream:
-                pass
-            end = perf_counter()
-            first_token_ms.append((first - begin) * 1e3)
-            token_ms.append((end - first) * 1e3 / (arguments.output_len - 1))
-    result = {
-        "benchmark": "latency",
-        "model": arguments.model or arguments.shape,
-        "options": vars(arguments),
-        "machine": machine(),
-        "construction_to_first_token_s": ready_s,
-        # The first two runs compile kernels and capture graphs.
-        "median_ttft_ms": statistics.median(first_token_ms[2:]),
-        "median_ms_per_token": statistics.median(token_ms[2:]),
-    }
-    sys.stdout.write(json.dumps(result, indent=2) + "\n")
+    results = {model: measure(model, arguments) for model in arguments.models}
+    text = json.dumps({"benchmark": "latency", "models": results}, indent=2) + "\n"
+    sys.stdout.write(text)
+    if arguments.output_json:
+        arguments.output_json.write_text(text)
 
 
 if __name__ == "__main__":

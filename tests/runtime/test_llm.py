@@ -248,7 +248,7 @@ def test_a_failing_step_ends_its_requests_and_the_next_call_works(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = tokens_of(llm.generate("the fox", GREEDY, use_tqdm=False)[0])
-    runner = llm._open_parts().engine._runner
+    runner = llm._open_parts().engine.runner
     for error in (RuntimeError("device fell over"), KeyboardInterrupt()):
         with monkeypatch.context() as patch:
 

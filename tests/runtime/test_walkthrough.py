@@ -94,7 +94,7 @@ def abbreviate(values: list[Any]) -> str:
 @contextmanager
 def recording(llm: LLM, monkeypatch: pytest.MonkeyPatch, recorder: Recorder) -> Iterator[None]:
     """Hooks a recorder into every stage between the scheduler and the commit."""
-    runner = llm._open_parts().engine._runner
+    runner = llm._open_parts().engine.runner
     model: CausalLM = runner._mixed_step._model
     first: Any = model.layers[0]
     names: list[tuple[str, nn.Module]] = [

@@ -53,7 +53,7 @@ class Engine:
             step_log: Writes down what each step does; None for no log.
         """
         self.scheduler = scheduler
-        self._runner = runner
+        self.runner = runner
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._num_steps_ahead = num_steps_ahead
@@ -76,7 +76,7 @@ class Engine:
         updated: list[Request] = []
         with self._dropping_requests_on_failure():
             if plan is not None:
-                if self._in_flight and self._runner.needs_committed_tokens(plan):
+                if self._in_flight and self.runner.needs_committed_tokens(plan):
                     updated += self._collect(keep=0)
                 updated += self._note_dropped(plan)
                 self._launch(plan, planned)
@@ -87,7 +87,7 @@ class Engine:
         return updated
 
     def _launch(self, plan: StepPlan, planned: float) -> None:
-        self._in_flight.append((plan, self._runner.launch(plan)))
+        self._in_flight.append((plan, self.runner.launch(plan)))
         if self._step_log is not None:
             self._step_log.note_launched(plan, planned=planned)
         launched = now()
@@ -102,7 +102,7 @@ class Engine:
         updated: list[Request] = []
         while len(self._in_flight) > keep:
             plan, handle = self._in_flight[0]
-            tokens = self._runner.collect(handle)
+            tokens = self.runner.collect(handle)
             if self._step_log is not None:
                 self._step_log.note_collected(plan, done=now())
             self._in_flight.popleft()
@@ -219,7 +219,7 @@ class Engine:
             for plan in plans:
                 dropped = {entry.seq_id: 0 for entry in plan.sequences if entry.samples}
                 self.scheduler.commit(plan, dropped)
-            self._runner.reset()
+            self.runner.reset()
             for request in list(self._requests.values()):
                 if request.is_finished:
                     request.note_progress(now(), sampled=False)

@@ -9,7 +9,9 @@ from typing import Any
 from tqdm import tqdm
 
 from nv_core import RequestError, SamplingParams
+from nv_models import ModelConfig
 from nv_runtime.builder import EngineParts, build_engine
+from nv_runtime.engine import Engine
 from nv_runtime.engine_config import EngineConfig
 from nv_runtime.outputs import RequestOutput
 from nv_runtime.prompt import (
@@ -208,6 +210,16 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """Returns the parameters of requests that bring none."""
         return self._open_parts().default_sampling_params
+
+    @property
+    def llm_engine(self) -> Engine:
+        """The engine, for those who want to drive it step by step."""
+        return self._open_parts().engine
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """The model's shape."""
+        return self._open_parts().model_config
 
     @property
     def max_model_len(self) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from nv_core.errors import NvError
+from nv_runtime.cli.bench import bench
 from nv_runtime.cli.chat import chat
 from nv_runtime.cli.generate import generate
 from nv_runtime.cli.info import info
@@ -35,6 +36,7 @@ def nv() -> None:
 nv.add_command(generate)
 nv.add_command(chat)
 nv.add_command(info)
+nv.add_command(bench)
 
 
 def main(
