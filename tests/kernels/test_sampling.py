@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernel_oracles import Target, assert_same_bits, random_tensor, targets
-from nv_kernels import KernelInputError, sample_tokens
+from nv_kernels import KernelInputError, sample_shard, sample_tokens, winning_tokens
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -126,6 +126,40 @@ def test_draws_follow_the_distribution(target: Target) -> None:
     expected = probabilities.double() * count
     # 4 degrees of freedom; 23.5 is exceeded once in 10,000. The draws are fixed.
     assert float(((observed - expected) ** 2 / expected).sum()) < 23.5
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.parametrize("target", targets())
+@pytest.mark.parametrize(
+    "borders", [(0, 131), (0, 66, 131), (0, 33, 66, 99, 131), (0, 1, 130, 131)]
+)
+def test_the_best_of_all_shards_is_the_draw_from_the_whole_row(
+    target: Target, borders: tuple[int, ...]
+) -> None:
+    logits = random_tensor(5, 8, 131, target=target, scale=2.0)
+    logits[0] = -logits[0].abs() - 1  # no score is positive
+    logits[1, [5, 70, 129]] = 30.0  # equal best ones, in different shards
+    logits[2] = -torch.inf
+    logits[2, 80] = -3.0  # nothing to draw in most shards
+    logits[3] = torch.where(torch.arange(131, device=logits.device) % 2 == 0, -0.0, 0.0)
+    temperatures = [0.0, 0.0, 0.0, 0.0, 0.6, 1.0, 2.5, 1.0]
+    seeds, positions = [0, 1, -1, 3, 2**63 - 1, 5, -(2**63), 7], [0, 4, 9, 1, 999, 131071, 3, 4]
+    shards = [
+        sample_shard(
+            logits[:, start:stop],
+            torch.tensor(temperatures, device=logits.device),
+            torch.tensor(seeds, device=logits.device),
+            torch.tensor(positions, device=logits.device),
+            first_token=start,
+            backend=target.backend,
+        )
+        for start, stop in zip(borders, borders[1:], strict=False)
+    ]
+    drawn = winning_tokens(torch.stack(shards).amax(dim=0))
+    whole = draw(logits, temperatures, seeds, positions, target.backend)
+    assert drawn.dtype == torch.int64
+    assert drawn.tolist() == whole.tolist()
+    assert drawn[:4].tolist() == [int(logits[0].argmax()), 5, 80, 0]
 
 
 def test_an_empty_batch() -> None:

@@ -13,7 +13,7 @@ from nv_kernels.ops.linear import linear
 from nv_kernels.ops.rms_norm import add_rms_norm, rms_norm
 from nv_kernels.ops.rotary_embedding import rotary_embedding
 from nv_kernels.ops.rotate_and_store import rotate_and_store
-from nv_kernels.ops.sampling import sample_tokens
+from nv_kernels.ops.sampling import sample_shard, sample_tokens, winning_tokens
 from nv_kernels.ops.silu_and_mul import silu_and_mul
 from nv_kernels.ops.store_kv import store_kv
 
@@ -32,8 +32,10 @@ __all__ = [
     "rms_norm",
     "rotary_embedding",
     "rotate_and_store",
+    "sample_shard",
     "sample_tokens",
     "select_attention_backend",
     "silu_and_mul",
     "store_kv",
+    "winning_tokens",
 ]

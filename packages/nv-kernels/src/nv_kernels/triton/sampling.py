@@ -22,6 +22,25 @@ _BLOCK_N = 4096
 
 def sample_tokens(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     """Implements `nv_kernels.ops.sampling.sample_tokens`."""
+    return _best(logits, temperatures, seeds, positions, first_token=0, packs_score=False)
+
+
+def sample_shard(
+    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, *, first_token: int
+) -> Tensor:
+    """Implements `nv_kernels.ops.sampling.sample_shard`."""
+    return _best(logits, temperatures, seeds, positions, first_token=first_token, packs_score=True)
+
+
+def _best(
+    logits: Tensor,
+    temperatures: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    *,
+    first_token: int,
+    packs_score: bool,
+) -> Tensor:
     num_rows, vocab_size = logits.shape
     output = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows == 0:
@@ -40,12 +59,18 @@ def sample_tokens(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions
             tokens,
             logits.stride(0),
             vocab_size,
+            first_token,
             num_parts,
             block_n=block_n,
             num_warps=8,
         )
         _best_of_parts_kernel[(num_rows,)](
-            scores, tokens, output, num_parts, block_parts=triton.next_power_of_2(num_parts)
+            scores,
+            tokens,
+            output,
+            num_parts,
+            block_parts=triton.next_power_of_2(num_parts),
+            packs_score=packs_score,
         )
     return output
 
@@ -68,16 +93,18 @@ def _best_of_part_kernel(
     tokens_ptr: tl.tensor,
     row_stride: tl.tensor,
     vocab_size: tl.tensor,
+    first_token: tl.tensor,
     num_parts: tl.tensor,
     block_n: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    token = part * block_n + tl.arange(0, block_n)
-    inside = token < vocab_size
-    score = tl.load(logits_ptr + row * row_stride + token, mask=inside, other=float("-inf")).to(
+    column = part * block_n + tl.arange(0, block_n)
+    inside = column < vocab_size
+    score = tl.load(logits_ptr + row * row_stride + column, mask=inside, other=float("-inf")).to(
         tl.float32
     )
+    token = first_token + column
     temperature = tl.load(temperatures_ptr + row)
     if temperature > 0:
         increment = tl.full([1], 0x9E3779B97F4A7C15, tl.uint64)
@@ -107,6 +134,7 @@ def _best_of_parts_kernel(
     output_ptr: tl.tensor,
     num_parts: tl.tensor,
     block_parts: tl.constexpr,
+    packs_score: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, block_parts)
@@ -115,4 +143,10 @@ def _best_of_parts_kernel(
     token = tl.load(tokens_ptr + row * num_parts + part, mask=inside, other=2147483647)
     best = tl.max(score, axis=0)
     best_token = tl.min(tl.where((score == best) & inside, token, 2147483647), axis=0)
-    tl.store(output_ptr + row, best_token.to(tl.int64))
+    result = best_token.to(tl.int64)
+    if packs_score:
+        # As in the reference: the sum turns -0.0 into 0.0, which ranks with it.
+        bits = (best + 0.0).to(tl.int32, bitcast=True)
+        ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+        result = (ordered << 32) | (0xFFFFFFFF - result)
+    tl.store(output_ptr + row, result)
