@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -19,7 +20,7 @@ from nv_models.layers.linear import (
     RowParallelLinear,
 )
 from nv_models.layers.placement import Placement
-from nv_models.parallel import check_tensor_parallel_size
+from nv_models.parallel import check_tensor_parallel_size, heads_per_rank
 from paged_runner import PagedRunner, load_paged_model, make_backend
 from rank_processes import RankCase, run_ranks
 from tiny_checkpoints import (
@@ -204,10 +205,13 @@ class TestSingleRank:
         path = write_checkpoint(tmp_path)
         assert PagedRunner(load_paged_model(path)).prompt_logits([1, 2, 3]).isfinite().all()
 
-    def test_all_gather_returns_its_argument(self) -> None:
+    def test_collectives_return_their_argument(self) -> None:
         part = torch.ones(2, 3)
-        assert TensorParallel().all_gather_last_dim(part) is part
-        assert TensorParallel().all_reduce(part) is part
+        alone = TensorParallel()
+        assert alone.all_gather_last_dim(part) is part
+        assert alone.all_reduce(part) is part
+        assert alone.all_reduce_max(part) is part
+        assert alone.broadcast(part) is part
 
 
 class TestRefused:
@@ -260,6 +264,19 @@ def test_head_ties_or_has_its_own_rows() -> None:
     embedding.weight.copy_(numbered(5, 3))
     hidden = torch.randn(2, 3)
     torch.testing.assert_close(tied(hidden), hidden @ numbered(5, 3).T)
+
+
+@pytest.mark.parametrize(("num_kv_heads", "size"), [(4, 2), (2, 2), (2, 4), (1, 8), (4, 1)])
+def test_heads_per_rank_are_those_of_the_layers(num_kv_heads: int, size: int) -> None:
+    config = dataclasses.replace(
+        ModelConfig.from_dict(
+            {**make_config(TinySpec()).to_dict(), "architectures": ["Qwen3ForCausalLM"]}
+        ),
+        num_heads=8,
+        num_kv_heads=num_kv_heads,
+    )
+    layer = QKVParallelLinear(3, 2, 8, num_kv_heads, bias=False, placement=placed(0, size))
+    assert heads_per_rank(config, size) == (layer.num_heads, layer.num_kv_heads)
 
 
 PROMPTS = (tuple((5 * i) % 131 for i in range(21)), (130, 0, 66, 65, 64))

@@ -10,7 +10,12 @@ from nv_models.decoder import CausalLM
 from nv_models.errors import UnsupportedModelError, WeightError
 from nv_models.gguf_metadata import GGUFTokenizerData
 from nv_models.loader import LOAD_FORMATS, LoadFormat, load_model
-from nv_models.parallel import SINGLE_RANK, TensorParallel
+from nv_models.parallel import (
+    SINGLE_RANK,
+    TensorParallel,
+    check_tensor_parallel_size,
+    heads_per_rank,
+)
 from nv_models.rope import RopeConfig
 
 __version__ = "0.1.0"
@@ -31,6 +36,8 @@ __all__ = [
     "UnsupportedModelError",
     "WeightError",
     "__version__",
+    "check_tensor_parallel_size",
+    "heads_per_rank",
     "load_model",
     "open_checkpoint",
 ]

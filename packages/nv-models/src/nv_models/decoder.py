@@ -63,7 +63,8 @@ class DecoderLayer(nn.Module):
         """Runs the layer on one step's tokens.
 
         Args:
-            hidden: What the layer before adds to the residual stream, [num_tokens, hidden_size].
+            hidden: What the layer before adds to the residual stream, [num_tokens, hidden_size];
+                this rank's part of it.
             residual: The residual stream before that addition, same shape; None in the first layer,
                 whose `hidden` is the stream itself.
             rotary: The step's rotation.
@@ -71,7 +72,8 @@ class DecoderLayer(nn.Module):
             metadata: The step's batch.
 
         Returns:
-            What this layer adds to the residual stream, and the stream before that addition.
+            What this layer adds to the residual stream (again this rank's part), and the stream
+            before that addition.
         """
         if residual is None:
             normed, residual = self.input_norm(hidden), hidden
@@ -194,8 +196,38 @@ class CausalLM(nn.Module):
         Returns:
             Logits over the whole vocabulary, [num_rows, vocab_size], the same on every rank.
         """
-        logits: Tensor = self.lm_head(hidden)
-        return logits
+        return self.gather_logits(self.compute_logits_shard(hidden))
+
+    def compute_logits_shard(self, hidden: Tensor) -> Tensor:
+        """Projects hidden states onto this rank's part of the vocabulary.
+
+        Args:
+            hidden: Rows of what `forward` returned, [num_rows, hidden_size].
+
+        Returns:
+            [num_rows, tokens per rank]: logits of `num_shard_tokens` tokens from `first_token` on,
+            and padding behind them where the vocabulary does not divide.
+        """
+        shard: Tensor = self.lm_head(hidden)
+        return shard
+
+    def gather_logits(self, shard: Tensor) -> Tensor:
+        """Joins what `compute_logits_shard` returned on each rank.
+
+        Returns:
+            Logits over the whole vocabulary, [num_rows, vocab_size], the same on every rank.
+        """
+        return self.lm_head.gather(shard)
+
+    @property
+    def first_token(self) -> int:
+        """First token id of this rank's part of the vocabulary."""
+        return self.lm_head.rows.first_token
+
+    @property
+    def num_shard_tokens(self) -> int:
+        """Number of token ids in this rank's part of the vocabulary; 0 if it is all padding."""
+        return self.lm_head.rows.num_tokens
 
     @property
     def kv_depends_on_length(self) -> bool:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ReduceOp
 
 from nv_core.errors import ConfigError
 
@@ -30,6 +31,9 @@ class TensorParallel:
         group: The ranks' process group, where this process has the rank named here; required
             when `size` is above 1, ignored otherwise.
 
+        stages_on_host: Whether tensors on a device travel through host memory, because the group
+            knows host memory only. For tests: it is slow, and no CUDA graph can hold it.
+
     Raises:
         ConfigError: `rank` is not below `size`, or the group is missing.
     """
@@ -37,6 +41,7 @@ class TensorParallel:
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
+    stages_on_host: bool = False
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -59,11 +64,36 @@ class TensorParallel:
             partial: This rank's part of the sum; overwritten with the sum.
 
         Returns:
-            The sum over all ranks, the same tensor object as `partial`.
+            The sum over all ranks, the same tensor object as `partial`, bit for bit the same on
+            every rank.
+        """
+        return self._reduce(partial, ReduceOp.SUM)
+
+    def all_reduce_max(self, values: Tensor) -> Tensor:
+        """Takes the maximum over the ranks of each element.
+
+        Args:
+            values: This rank's; overwritten with the maxima.
+
+        Returns:
+            The maxima, the same tensor object as `values`.
+        """
+        return self._reduce(values, ReduceOp.MAX)
+
+    def broadcast(self, values: Tensor) -> Tensor:
+        """Gives every rank the values of rank 0.
+
+        Args:
+            values: Of the same shape and dtype on every rank; overwritten.
+
+        Returns:
+            The values of rank 0, the same tensor object as `values`.
         """
         if self.size > 1:
-            dist.all_reduce(partial, group=self.group)
-        return partial
+            moved = self._to_wire(values)
+            dist.broadcast(moved, group_src=0, group=self.group)
+            self._from_wire(moved, values)
+        return values
 
     def all_gather_last_dim(self, part: Tensor) -> Tensor:
         """Joins the ranks' columns.
@@ -77,12 +107,31 @@ class TensorParallel:
         if self.size == 1:
             return part
         num_rows, num_columns = part.shape
+        moved = self._to_wire(part.contiguous())
         parts = torch.empty(
-            (self.size * num_rows, num_columns), dtype=part.dtype, device=part.device
+            (self.size * num_rows, num_columns), dtype=moved.dtype, device=moved.device
         )
-        dist.all_gather_into_tensor(parts, part.contiguous(), group=self.group)
-        return parts.view(self.size, num_rows, num_columns).transpose(0, 1).reshape(num_rows, -1)
+        _all_gather(parts, moved, group=self.group)
+        columns = parts.view(self.size, num_rows, num_columns).transpose(0, 1)
+        return columns.reshape(num_rows, -1).to(part.device)
 
+    def _reduce(self, values: Tensor, op: ReduceOp.RedOpType) -> Tensor:
+        if self.size > 1:
+            moved = self._to_wire(values)
+            dist.all_reduce(moved, op=op, group=self.group)
+            self._from_wire(moved, values)
+        return values
+
+    def _to_wire(self, values: Tensor) -> Tensor:
+        return values.cpu() if self.stages_on_host else values
+
+    def _from_wire(self, moved: Tensor, values: Tensor) -> None:
+        if moved is not values:
+            values.copy_(moved)
+
+
+# torch 2.13 renamed it, and warns about the old name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 SINGLE_RANK = TensorParallel()
 """No tensor parallelism: the default wherever a `TensorParallel` is asked for."""
@@ -112,6 +161,16 @@ def check_tensor_parallel_size(config: ModelConfig, size: int) -> None:
             f"tensor parallel size {size} does not fit this model: {'; '.join(problems)}. "
             f"Sizes that fit: {', '.join(fitting)}"
         )
+
+
+def heads_per_rank(config: ModelConfig, size: int) -> tuple[int, int]:
+    """Counts one rank's query heads, and its key/value heads, replicated ones included.
+
+    Args:
+        config: The model.
+        size: Number of ranks; one that `check_tensor_parallel_size` accepts.
+    """
+    return config.num_heads // size, max(1, config.num_kv_heads // size)
 
 
 def _divides(config: ModelConfig, size: int) -> bool:

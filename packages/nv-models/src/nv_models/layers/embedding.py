@@ -101,16 +101,24 @@ class ParallelLMHead(nn.Module):
         )
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Computes logits.
+        """Computes the logits of this rank's tokens.
 
         Args:
             hidden: [num_rows, hidden_size], the same on every rank.
 
         Returns:
+            [num_rows, tokens per rank], padding included: the first `rows.num_tokens` columns are
+            the logits of the tokens from `rows.first_token` on.
+        """
+        return linear(hidden, self.rows.weight)
+
+    def gather(self, shard: Tensor) -> Tensor:
+        """Joins what `forward` returned on each rank.
+
+        Returns:
             [num_rows, vocab_size] without padding, the same on every rank.
         """
-        local = linear(hidden, self.rows.weight)
-        return self.tensor_parallel.all_gather_last_dim(local)[:, : self.vocab_size]
+        return self.tensor_parallel.all_gather_last_dim(shard)[:, : self.vocab_size]
 
     def targets(self, name: str) -> Iterator[TensorTarget]:
         """Yields where the head's own checkpoint tensor goes; only for a head that is not tied."""

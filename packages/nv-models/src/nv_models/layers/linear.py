@@ -1,7 +1,8 @@
 """Linear layers: replicated, and split over ranks by output (column) or by input (row).
 
 A column-parallel layer gives each rank some of the outputs; a row-parallel one takes these as its
-inputs and sums over the ranks. A column layer followed by a row layer needs that one sum only.
+inputs, and its output is the sum over the ranks. A column layer followed by a row layer needs that
+one sum only; whoever reads the output takes it (`RMSNorm.add_and_normalise`).
 
 Names follow Megatron-LM (arXiv:1909.08053), which writes y = x A and splits A's columns; torch
 stores A transposed, so "column" means rows of the weight here.
@@ -250,13 +251,13 @@ class QKVParallelLinear(FusedLinear):
 
 
 class RowParallelLinear(nn.Module):
-    """A projection whose inputs are split over the ranks; its output is their sum.
+    """A projection whose inputs are split over the ranks; the sum over them is its output.
 
     Args:
         in_features: Size of the input over all ranks.
         out_features: Size of the output, the same on every rank.
-        bias: Whether there is a bias. Every rank holds it whole and adds it after the sum, so it
-            counts once.
+        bias: Whether there is a bias. Every rank holds it whole, and only rank 0 adds it, so that
+            it counts once in the sum.
         placement: Where the weights live.
 
     Raises:
@@ -281,12 +282,11 @@ class RowParallelLinear(nn.Module):
             x: This rank's inputs, [num_tokens, in_features / number of ranks].
 
         Returns:
-            [num_tokens, out_features], the same on every rank.
+            This rank's part of the output, [num_tokens, out_features]: the output is the sum over
+            all ranks, which is left to the reader so that it can be one operation with what
+            follows.
         """
-        if self.tensor_parallel.size == 1:
-            return linear(x, self.weight, self.bias)
-        output = self.tensor_parallel.all_reduce(linear(x, self.weight))
-        return output if self.bias is None else output + self.bias
+        return linear(x, self.weight, self.bias if self.tensor_parallel.rank == 0 else None)
 
     def targets(self, name: str) -> Iterator[TensorTarget]:
         """Yields where the checkpoint tensors of the projection go.

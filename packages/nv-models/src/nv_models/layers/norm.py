@@ -29,23 +29,27 @@ class RMSNorm(nn.Module):
     def __init__(self, size: int, *, eps: float, placement: Placement) -> None:
         super().__init__()
         self.eps = eps
+        self.tensor_parallel = placement.tensor_parallel
         self.weight = placement.empty_weight(size)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalises `x`, [..., size]; returns the same shape and dtype."""
         return rms_norm(x, self.weight, eps=self.eps)
 
-    def add_and_normalise(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds to the residual stream and normalises the sum.
+    def add_and_normalise(self, partial: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds what a row-parallel layer computed to the residual stream and normalises the sum.
 
         Args:
-            x: [num_tokens, size].
-            residual: The residual stream, [num_tokens, size]; left as it is.
+            partial: This rank's part of it, [num_tokens, size]; may be overwritten.
+            residual: The residual stream, [num_tokens, size], the same on every rank; left as it
+                is.
 
         Returns:
-            The normalised sum, and the sum: the new residual stream.
+            The normalised sum, and the sum: the new residual stream. Both are the same on every
+            rank.
         """
-        return add_rms_norm(x, residual, self.weight, eps=self.eps)
+        total = self.tensor_parallel.all_reduce(partial)
+        return add_rms_norm(total, residual, self.weight, eps=self.eps)
 
     def targets(self, name: str) -> Iterator[TensorTarget]:
         """Yields where the checkpoint tensor of the weight goes."""
