@@ -4,7 +4,7 @@
 up, then twice a calibration of many batch sizes, prompt lengths and context lengths (twice, since
 the first pass compiles kernels and captures graphs), then the benchmark workload again.
 
-    python benchmarks/bench_fidelity.py record --shape qwen3-0.6b --out qwen3-0.6b.jsonl.gz
+    python benchmarks/bench_fidelity.py record --model qwen3-0.6b --out qwen3-0.6b.jsonl.gz
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ import tempfile
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
-
-from model_shapes import SHAPES, write_config
 
 if TYPE_CHECKING:
     from nv_core import SamplingParams
@@ -61,27 +59,36 @@ def _requests(draw: random.Random, lengths: list[int], max_tokens: list[int]) ->
 def record(arguments: argparse.Namespace) -> None:
     """Runs the engine and writes its log; prints what the clock on the wall said of each run."""
     # Brings torch, which `compare` does without.
-    from bench_offline import machine, make_requests
-    from nv_runtime import LLM
+    import torch
 
-    random.seed(0)
-    with tempfile.TemporaryDirectory() as folder:
+    from bench_offline import nano_vllm_workload
+    from nv_runtime import LLM
+    from nv_runtime.bench.environment import describe_environment
+    from nv_runtime.bench.shapes import materialised
+
+    draw = random.Random(0)
+
+    def requests() -> Requests:
+        workload = nano_vllm_workload(draw, arguments.num_prompts)
+        return workload.prompts, workload.sampling_params
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        materialised(arguments.model) as (model, shape_options),
+    ):
         log = Path(folder) / "step_log.jsonl"
         options: dict[str, Any] = {
             "max_model_len": 4096,
             "skip_tokenizer_init": True,
             "show_progress": False,
             "step_log": log,
+            **shape_options,
         }
-        model = arguments.model
-        if model is None:
-            model = str(write_config(arguments.shape, Path(folder)))
-            options["load_format"] = "dummy"
         calibration = make_calibration()
         runs = []
         with LLM(model, **options) as llm:
-            warm_up = make_requests(arguments.num_prompts)
-            benchmark = [make_requests(arguments.num_prompts) for _ in range(arguments.repeat)]
+            warm_up = requests()
+            benchmark = [requests() for _ in range(arguments.repeat)]
             for prompts, params in [warm_up, *calibration, *calibration, *benchmark]:
                 start = perf_counter()
                 outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -90,10 +97,11 @@ def record(arguments: argparse.Namespace) -> None:
                 runs.append({"seconds": seconds, "output_tokens_per_s": num_tokens / seconds})
         with log.open("rb") as source, gzip.open(arguments.out, "wb") as target:
             shutil.copyfileobj(source, target)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     result = {
         "benchmark": "fidelity",
-        "model": arguments.model or arguments.shape,
-        "machine": machine(),
+        "model": arguments.model,
+        "machine": describe_environment(device),
         "runs": runs[-arguments.repeat :],
     }
     sys.stdout.write(json.dumps(result, indent=2) + "\n")
@@ -106,8 +114,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     commands = parser.add_subparsers(required=True)
     command = commands.add_parser("record", help="run the engine and write its log")
-    command.add_argument("--model", help="a checkpoint; instead of --shape")
-    command.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b", help="random weights")
+    command.add_argument("--model", default="qwen3-0.6b", help="a shape's name or a checkpoint")
     command.add_argument("--num-prompts", type=int, default=NUM_PROMPTS)
     command.add_argument("--repeat", type=int, default=2, help="runs of the benchmark (default 2)")
     command.add_argument("--out", type=Path, required=True, help="the log, NAME.jsonl.gz")

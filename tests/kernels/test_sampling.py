@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -153,7 +154,7 @@ def test_the_best_of_all_shards_is_the_draw_from_the_whole_row(
             first_token=start,
             backend=target.backend,
         )
-        for start, stop in zip(borders, borders[1:], strict=False)
+        for start, stop in pairwise(borders)
     ]
     drawn = winning_tokens(torch.stack(shards).amax(dim=0))
     whole = draw(logits, temperatures, seeds, positions, target.backend)

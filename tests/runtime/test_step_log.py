@@ -131,7 +131,7 @@ def test_a_dropped_and_an_aborted_request_end_in_the_log(checkpoint: Path, tmp_p
 def test_a_failed_step_ends_its_requests_in_the_log(checkpoint: Path, tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     with make_llm(checkpoint, path) as llm:
-        runner = llm._open_parts().engine._runner
+        runner = llm._open_parts().engine.runner
         collect = runner.collect
 
         def fail(handle: object) -> dict[int, int]:

@@ -15,7 +15,7 @@ MULTIPLIER_1 = 0xBF58476D1CE4E5B9 - 2**64
 MULTIPLIER_2 = 0x94D049BB133111EB - 2**64
 
 TOKEN_MASK = 0xFFFFFFFF
-"""Low half of a packed draw: this minus the token id, so that of equal scores the lowest id wins."""
+"""Low half of a packed draw: this minus the token id, so the lowest id wins of equal scores."""
 
 
 def sample_tokens(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
