@@ -1,9 +1,12 @@
-"""Matrix products with few rows: our kernel against the library's, for the layers of a model.
+"""Matrix products with few rows: what `linear` chooses, our kernel, the library's.
 
 Each product of all layers, with a weight of its own per layer, runs in one CUDA graph, so that no
-weight is found in the cache. `--sweep` tries tile sizes; `--check` compares with fp64 first.
+weight is found in the cache. The products that feed a norm (o and down) may come in parts that the
+norm adds up (`linear_parts`). The last line of each number of rows is what a decode step spends on
+all of them; `--check` compares with fp64 and with the times that the project set itself.
 
-    python benchmarks/kernels/bench_linear.py --model qwen3-0.6b --rows 1 2 4
+    python benchmarks/kernels/bench_linear.py --check --rows 1 32 128
+    python benchmarks/kernels/bench_linear.py --model qwen3-8b --rows 1 32 --check
 """
 
 from __future__ import annotations
@@ -12,15 +15,11 @@ import argparse
 import sys
 from collections.abc import Callable
 from functools import partial
-from itertools import product
-
 import torch
 from torch import Tensor
 from torch.nn.functional import linear as library_linear
 
-from nv_kernels import linear
-from nv_kernels.triton.linear import Tile
-from nv_kernels.triton.linear import linear as triton_linear
+from nv_kernels import linear, linear_parts
 
 # name -> (layers, {product: (out_features, in_features)})
 MODELS = {
@@ -34,6 +33,15 @@ MODELS = {
     ),
 }
 VOCAB_SIZE = 151936
+NUM_HEADS_TIMED = 4
+# (model, rows) -> milliseconds for all layers and the head: what must be reached, what we aim at.
+GOALS = {
+    ("qwen3-0.6b", 1): (0.57, 0.38),
+    ("qwen3-0.6b", 32): (0.70, 0.48),
+    ("qwen3-0.6b", 128): (0.80, 0.62),
+    ("qwen3-8b", 1): (3.95, 3.65),
+    ("qwen3-8b", 32): (4.10, 3.75),
+}
 
 
 def time_us(run: Callable[[], object], *, repeat: int = 7) -> float:
@@ -61,16 +69,17 @@ def run_all(multiply: Callable[[Tensor, Tensor], Tensor], x: Tensor, weights: li
         multiply(x, weight)
 
 
-def sweep(x: Tensor, weights: list[Tensor]) -> str:
-    """Times tile sizes; returns the three best."""
-    timed = []
-    for sizes in product((1, 2, 4, 8), (256, 512, 1024), (2, 4, 8)):
-        tile = Tile(*sizes)
-        if tile.block_k <= x.shape[1]:
-            multiply = partial(triton_linear, bias=None, tile=tile)
-            spent = time_us(partial(run_all, multiply, x, weights), repeat=3)
-            timed.append((spent / len(weights), sizes))
-    return ", ".join(f"{sizes}: {spent:.2f}" for spent, sizes in sorted(timed)[:3])
+def check(
+    name: str, x: Tensor, weight: Tensor, multiply: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    """Compares one product with fp64."""
+    exact = x.double() @ weight.double().T
+    actual = multiply(x, weight).double()
+    if actual.dim() > exact.dim():
+        actual = actual.sum(0)
+    error = float((actual - exact).norm() / exact.norm())
+    if not error < 4e-3:
+        raise SystemExit(f"{name}, {len(x)} rows: error {error:.2e} against fp64")
 
 
 def main() -> None:
@@ -79,14 +88,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", choices=MODELS, default="qwen3-0.6b")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--sweep", action="store_true", help="try tile sizes for each product")
-    parser.add_argument("--check", action="store_true", help="compare with fp64 first")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64, 128])
+    parser.add_argument("--check", action="store_true", help="fail on a wrong or slow product")
     options = parser.parse_args()
     num_layers, shapes = MODELS[options.model]
     products = {
         **{name: (num_layers, shape) for name, shape in shapes.items()},
-        "head": (4, (VOCAB_SIZE, shapes["qkv"][1])),
+        "head": (NUM_HEADS_TIMED, (VOCAB_SIZE, shapes["qkv"][1])),
     }
     weights = {
         name: [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
@@ -94,24 +102,36 @@ def main() -> None:
     }
     out = sys.stdout.write
     out(f"{options.model}, bf16, microseconds per product (bytes/s of the weight)\n")
+    missed = []
     for rows in options.rows:
+        total = total_library = 0.0
         for name, layers in weights.items():
             n, k = layers[0].shape
             x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
+            multiply = linear_parts if name in ("o", "down") else linear
+            in_ours = partial(multiply, backend="triton")
             if options.check:
-                exact = x.double() @ layers[0].double().T
-                error = float((linear(x, layers[0]).double() - exact).std() / exact.std())
-                if error > 4e-3:
-                    raise SystemExit(f"{name}, {rows} rows: error {error:.2e} against fp64")
-            ours = time_us(partial(run_all, linear, x, layers)) / len(layers)
+                check(name, x, layers[0], multiply)
+                check(name, x, layers[0], in_ours)
+            chosen = time_us(partial(run_all, multiply, x, layers)) / len(layers)
+            ours = time_us(partial(run_all, in_ours, x, layers)) / len(layers)
             library = time_us(partial(run_all, library_linear, x, layers)) / len(layers)
-            rate = n * k * 2 / ours / 1e6
-            line = f"{rows:3d} rows {name:8s} ours {ours:8.2f} ({rate:4.2f} TB/s)"
-            line += f"  library {library:8.2f}"
-            if options.sweep:
-                line += f"  best tiles {sweep(x, layers)}"
-            out(line + "\n")
-        out("\n")
+            count = 1 if name == "head" else num_layers
+            total += count * chosen / 1e3
+            total_library += count * library / 1e3
+            out(
+                f"{rows:3d} rows {name:8s} chosen {chosen:7.2f} ({n * k * 2 / chosen / 1e6:4.2f} TB/s)"
+                f"  ours {ours:7.2f}  library {library:7.2f}\n"
+            )
+        out(f"{rows:3d} rows all layers and head {total:.3f} ms, library {total_library:.3f} ms")
+        must, aim = GOALS.get((options.model, rows), (None, None))
+        if must is not None:
+            out(f"; must {must:.2f}, aim {aim:.2f}")
+            if total > must:
+                missed.append(f"{rows} rows: {total:.3f} ms")
+        out("\n\n")
+    if options.check and missed:
+        raise SystemExit(f"slower than what must be reached: {', '.join(missed)}")
 
 
 if __name__ == "__main__":

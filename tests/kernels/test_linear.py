@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernel_oracles import Target, assert_close, assert_same_bits, random_tensor, targets
-from nv_kernels import KernelInputError, linear
+from nv_kernels import KernelInputError, add_rms_norm, linear, linear_parts
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -25,7 +25,7 @@ def assert_product(actual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | Non
 
 
 @pytest.mark.parametrize("target", targets())
-@pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 4, 5, 9])
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 5, 17, 130])
 @pytest.mark.parametrize(("out_features", "in_features"), [(1, 8), (7, 40), (64, 512), (33, 1030)])
 def test_shapes(target: Target, num_rows: int, out_features: int, in_features: int) -> None:
     x = random_tensor(1, num_rows, in_features, target=target)
@@ -52,12 +52,43 @@ def test_strided_rows(target: Target) -> None:
 def test_a_row_does_not_depend_on_its_neighbours_in_our_kernel(target: Target) -> None:
     if target.backend == "torch":
         pytest.skip("PyTorch promises nothing of the kind")
-    x = random_tensor(6, 4, 700, target=target)
+    x = random_tensor(6, 16, 700, target=target)
     weight = random_tensor(7, 50, 700, target=target)
     together = linear(x, weight, backend=target.backend)
-    for num_rows in (1, 2, 3):
+    for num_rows in (2, 3, 9):
         alone = linear(x[:num_rows], weight, backend=target.backend)
         assert_same_bits(alone, together[:num_rows])
+
+
+@pytest.mark.parametrize("target", targets())
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 20])
+@pytest.mark.parametrize(("out_features", "in_features"), [(64, 512), (7, 40), (130, 1024)])
+def test_parts_add_up(target: Target, num_rows: int, out_features: int, in_features: int) -> None:
+    x = random_tensor(8, num_rows, in_features, target=target)
+    weight = random_tensor(9, out_features, in_features, target=target)
+    parts = linear_parts(x, weight, backend=target.backend)
+    assert parts.shape[1:] == (num_rows, out_features)
+    assert parts.dtype == (x.dtype if len(parts) == 1 else torch.float32)
+    if target.backend == "triton" and num_rows > 1 and in_features >= 512:
+        assert len(parts) > 1
+    if num_rows:
+        assert_product(parts.sum(0).to(x.dtype), x, weight, None)
+
+
+@pytest.mark.parametrize("target", targets())
+def test_the_norm_that_follows_adds_the_parts(target: Target) -> None:
+    x = random_tensor(10, 3, 512, target=target)
+    weight = random_tensor(11, 64, 512, target=target)
+    residual, scale = random_tensor(12, 3, 64, target=target), random_tensor(13, 64, target=target)
+    parts = linear_parts(x, weight, backend=target.backend)
+    product = torch.zeros_like(residual, dtype=torch.float32)
+    for part in parts:
+        product += part
+    whole = product.to(x.dtype)
+    expected = add_rms_norm(whole, residual, scale, eps=1e-6, backend=target.backend)
+    actual = add_rms_norm(parts, residual, scale, eps=1e-6, backend=target.backend)
+    for one, other in zip(actual, expected, strict=True):
+        assert_same_bits(one, other)
 
 
 def test_wrong_arguments_are_named() -> None:
@@ -70,3 +101,5 @@ def test_wrong_arguments_are_named() -> None:
         linear(x, weight.half())
     with pytest.raises(KernelInputError, match="x has stride"):
         linear(torch.zeros(8, 2).T, weight)
+    with pytest.raises(KernelInputError, match="weight has shape"):
+        linear_parts(x, torch.zeros(3, 9))

@@ -170,9 +170,17 @@ def test_errors_name_the_argument() -> None:
     for message, bad_x, bad_weight in cases:
         with pytest.raises(KernelInputError, match=message):
             rms_norm(bad_x, bad_weight, eps=EPS)
-        with pytest.raises(KernelInputError, match=message):
+        with pytest.raises(KernelInputError, match=message.replace("x ", "residual ", 1)):
             add_rms_norm(bad_x, bad_x, bad_weight, eps=EPS)
-    with pytest.raises(KernelInputError, match="residual has shape"):
-        add_rms_norm(x, x[:1], weight, eps=EPS)
-    with pytest.raises(KernelInputError, match="residual has dtype"):
-        add_rms_norm(x, x.half(), weight, eps=EPS)
+    parts = torch.ones(3, 2, 8)
+    bad_sums: list[tuple[str, Tensor]] = [
+        ("x has shape", x[:1]),
+        ("x has dtype torch.float16", x.half()),
+        ("x has shape", parts[:, :1]),
+        ("x has dtype torch.float16", parts.half()),
+        ("be contiguous", parts.transpose(0, 1).contiguous().transpose(0, 1)),
+        ("at least one part", parts[:0]),
+    ]
+    for message, bad_x in bad_sums:
+        with pytest.raises(KernelInputError, match=message):
+            add_rms_norm(bad_x, x, weight, eps=EPS)

@@ -90,7 +90,9 @@ def run_layer(num_tokens: int) -> None:
         eps=1e-6,
     )
     silu_and_mul.silu_and_mul(rows(num_tokens, 512))
-    linear.linear(rows(num_tokens, 1000), rows(256, 1000), None)
+    linear.linear(rows(1, 1000), rows(256, 1000), None)
+    linear.linear(rows(num_tokens, 1000), rows(250, 1000), rows(250))
+    linear.linear_parts(rows(num_tokens, 1024), rows(256, 1024))
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from nv_kernels.attention.registry import available_attention_backends, select_a
 from nv_kernels.errors import KernelInputError
 from nv_kernels.metadata import AttentionMetadata, LayerKVCache
 from nv_kernels.ops.attention import paged_attention
-from nv_kernels.ops.linear import linear
+from nv_kernels.ops.linear import linear, linear_parts
 from nv_kernels.ops.rms_norm import add_rms_norm, rms_norm
 from nv_kernels.ops.rotary_embedding import rotary_embedding
 from nv_kernels.ops.rotate_and_store import rotate_and_store
@@ -28,6 +28,7 @@ __all__ = [
     "add_rms_norm",
     "available_attention_backends",
     "linear",
+    "linear_parts",
     "paged_attention",
     "rms_norm",
     "rotary_embedding",

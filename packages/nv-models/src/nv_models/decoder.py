@@ -63,17 +63,17 @@ class DecoderLayer(nn.Module):
         """Runs the layer on one step's tokens.
 
         Args:
-            hidden: What the layer before adds to the residual stream, [num_tokens, hidden_size];
-                this rank's part of it.
-            residual: The residual stream before that addition, same shape; None in the first layer,
-                whose `hidden` is the stream itself.
+            hidden: What the layer before adds to the residual stream, in parts that add up (see
+                `RowParallelLinear`), [num_parts, num_tokens, hidden_size].
+            residual: The residual stream before that addition, [num_tokens, hidden_size]; None in
+                the first layer, whose `hidden` is the stream itself, of that shape.
             rotary: The step's rotation.
             kv_cache: This layer's cache; written.
             metadata: The step's batch.
 
         Returns:
-            What this layer adds to the residual stream (again this rank's part), and the stream
-            before that addition.
+            What this layer adds to the residual stream (again in parts), and the stream before that
+            addition.
         """
         if residual is None:
             normed, residual = self.input_norm(hidden), hidden

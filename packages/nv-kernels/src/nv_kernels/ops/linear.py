@@ -12,8 +12,8 @@ from nv_kernels.dispatch import choose_implementation
 if TYPE_CHECKING:
     from torch import Tensor
 
-_MAX_ROWS = 4
-_MAX_OUTPUTS_FOR_SEVERAL_ROWS = 2048
+_MAX_ROWS = 64
+_MAX_ROWS_IN_PARTS = 128
 
 
 def linear(
@@ -38,19 +38,13 @@ def linear(
     Raises:
         KernelInputError: A shape, dtype, device or stride disagrees.
     """
-    check_tensor("x", x, "[num_rows, in_features]", [None, None], dtypes=FLOAT_DTYPES)
-    num_rows, in_features = x.shape
-    dtypes, device = (x.dtype,), x.device
-    layout = "[out_features, in_features]"
-    check_tensor("weight", weight, layout, [None, in_features], dtypes=dtypes, device=device)
+    _check(x, weight)
     if bias is not None:
         sizes = [weight.shape[0]]
-        check_tensor("bias", bias, "[out_features]", sizes, dtypes=dtypes, device=device)
+        check_tensor("bias", bias, "[out_features]", sizes, dtypes=(x.dtype,), device=x.device)
         check_last_dim_contiguous("bias", bias)
-    check_last_dim_contiguous("x", x)
-    check_last_dim_contiguous("weight", weight)
-    if choose_implementation(backend, device) == "triton" and (
-        backend == "triton" or _is_faster_here(num_rows, weight)
+    if choose_implementation(backend, x.device) == "triton" and (
+        backend == "triton" or _is_faster_here(x.shape[0], weight)
     ):
         from nv_kernels.triton.linear import linear as linear_triton
 
@@ -58,16 +52,52 @@ def linear(
     return linear_reference(x, weight, bias)
 
 
-def _is_faster_here(num_rows: int, weight: Tensor) -> bool:
-    """Whether our kernel beats the library's.
+def linear_parts(x: Tensor, weight: Tensor, *, backend: str = "auto") -> Tensor:
+    """Multiplies rows by a weight matrix and may leave the last sum to the reader.
 
-    Measured on an H200 (benchmarks/kernels/bench_linear.py, bf16, microseconds, ours / library):
-    one row 4096 x 1024 4.3 / 5.0, 1024 x 2048 3.7 / 12.8, 6144 x 1024 5.5 / 6.1, 1024 x 3072
-    4.3 / 6.7, 4096 x 12288 26.3 / 29.3, 151936 x 1024 74 / 79; two to four rows 1024 x 2048
-    4.2 to 5.3 / 8.2 to 8.6, 1024 x 3072 5.7 to 6.8 / 6.7 to 6.9, all wider ones slower.
+    A weight with few outputs is read fastest when the inputs, too, are shared out; what each share
+    yields then has to be added up, which the operation that follows can do on its way
+    (`add_rms_norm`).
+
+    Args:
+        x: As for `linear`.
+        weight: As for `linear`.
+        backend: As for `linear`.
+
+    Returns:
+        [num_parts, num_rows, out_features], a new tensor; the product is the sum of the parts, in
+        their order, rounded to the dtype of `x`. One part has that dtype already, several are fp32.
+
+    Raises:
+        KernelInputError: A shape, dtype, device or stride disagrees.
     """
-    if weight.element_size() != 2:
-        return False
-    if num_rows == 1:
-        return True
-    return 1 < num_rows <= _MAX_ROWS and weight.shape[0] <= _MAX_OUTPUTS_FOR_SEVERAL_ROWS
+    _check(x, weight)
+    if choose_implementation(backend, x.device) == "triton" and (
+        backend == "triton" or _is_faster_in_parts(x.shape[0], weight)
+    ):
+        from nv_kernels.triton.linear import linear_parts as linear_parts_triton
+
+        return linear_parts_triton(x, weight)
+    return linear_reference(x, weight)[None]
+
+
+def _check(x: Tensor, weight: Tensor) -> None:
+    check_tensor("x", x, "[num_rows, in_features]", [None, None], dtypes=FLOAT_DTYPES)
+    layout, sizes = "[out_features, in_features]", [None, x.shape[1]]
+    check_tensor("weight", weight, layout, sizes, dtypes=(x.dtype,), device=x.device)
+    check_last_dim_contiguous("x", x)
+    check_last_dim_contiguous("weight", weight)
+
+
+def _is_faster_here(num_rows: int, weight: Tensor) -> bool:
+    """Whether our kernel beats the library's; docs/kernels.md has the measurements."""
+    return weight.element_size() == 2 and num_rows <= _MAX_ROWS and _is_cut_evenly(weight)
+
+
+def _is_faster_in_parts(num_rows: int, weight: Tensor) -> bool:
+    """The same for `linear_parts`."""
+    return weight.element_size() == 2 and num_rows <= _MAX_ROWS_IN_PARTS and _is_cut_evenly(weight)
+
+
+def _is_cut_evenly(weight: Tensor) -> bool:
+    return weight.shape[0] % 64 == 0 and weight.shape[1] % 64 == 0

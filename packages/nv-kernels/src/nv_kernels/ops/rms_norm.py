@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from nv_kernels.checks import FLOAT_DTYPES, check_last_dim_contiguous, check_tensor
 from nv_kernels.dispatch import choose_implementation
 from nv_kernels.errors import KernelInputError
@@ -48,23 +50,38 @@ def add_rms_norm(
     """Adds the residual and normalises the sum.
 
     Args:
-        x: Output of the last layer, [..., n], fp32, fp16 or bf16, any strides; not changed.
-        residual: The residual stream, shape and dtype of `x`, any strides; not changed.
-        weight: Scale of each element, [n], contiguous, dtype of `x`.
+        x: Output of the last layer, [..., n], dtype of `residual`, any strides; or, with one more
+            dimension in front, parts that add up to it (see `linear_parts`): one in that dtype, or
+            several in fp32, contiguous. Not changed.
+        residual: The residual stream, [..., n], fp32, fp16 or bf16, any strides; not changed.
+        weight: Scale of each element, [n], contiguous, dtype of `residual`.
         eps: Added to the mean square.
         backend: "auto", "torch" or "triton".
 
     Returns:
-        The normalised sum and the sum itself (the new residual, rounded to the dtype of `x`; the
-        norm sees it rounded), both new contiguous tensors.
+        The normalised sum and the sum itself (the new residual), both new contiguous tensors, shape
+        and dtype of `residual`. The norm sees the sum rounded; parts are added up in fp32 and
+        rounded before the residual is added.
 
     Raises:
         KernelInputError: A shape, dtype, device or stride disagrees.
     """
-    _check_norm(x, weight)
-    check_tensor(
-        "residual", residual, "the shape of x", x.shape, dtypes=(x.dtype,), device=x.device
-    )
+    _check_norm(residual, weight, name="residual")
+    if x.dim() == residual.dim() + 1 and x.shape[0] == 1:
+        x = x[0]
+    if x.dim() == residual.dim() + 1:
+        sizes = [x.shape[0], *residual.shape]
+        layout = "[num_parts, *residual.shape]"
+        check_tensor("x", x, layout, sizes, dtypes=(torch.float32,), device=residual.device)
+        if not x.is_contiguous() or x.shape[0] == 0:
+            raise KernelInputError(
+                f"x holds parts of shape {list(x.shape)} and strides {list(x.stride())}, but must "
+                "be contiguous and have at least one part; pass what linear_parts returned"
+            )
+    else:
+        dtypes = (residual.dtype,)
+        layout = "the shape of residual"
+        check_tensor("x", x, layout, residual.shape, dtypes=dtypes, device=residual.device)
     if choose_implementation(backend, x.device) == "triton":
         from nv_kernels.triton.rms_norm import add_rms_norm as add_rms_norm_triton
 
@@ -72,11 +89,11 @@ def add_rms_norm(
     return add_rms_norm_reference(x, residual, weight, eps=eps)
 
 
-def _check_norm(x: Tensor, weight: Tensor) -> None:
+def _check_norm(x: Tensor, weight: Tensor, *, name: str = "x") -> None:
     if x.dim() == 0:
         raise KernelInputError(
-            "x is a scalar, but must be [..., n]. Pass rows, or add a dimension with x[None]."
+            f"{name} is a scalar, but must be [..., n]. Pass rows, or add a dimension with [None]."
         )
-    check_tensor("x", x, "[..., n]", x.shape, dtypes=FLOAT_DTYPES)
+    check_tensor(name, x, "[..., n]", x.shape, dtypes=FLOAT_DTYPES)
     check_tensor("weight", weight, "[n]", x.shape[-1:], dtypes=(x.dtype,), device=x.device)
     check_last_dim_contiguous("weight", weight)

@@ -23,5 +23,7 @@ def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, *, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Implements `nv_kernels.ops.rms_norm.add_rms_norm`."""
+    if x.dim() > residual.dim():
+        x = x.sum(dim=0).to(residual.dtype)
     total = (x + residual).contiguous()
     return rms_norm(total, weight, eps=eps), total

@@ -52,11 +52,13 @@ def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, *, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Implements `nv_kernels.ops.rms_norm.add_rms_norm`."""
-    output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    output = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
     total = torch.empty_like(output)
-    if x.numel() == 0:
+    if residual.numel() == 0:
         return output, total
-    rows, residual_rows, n = as_rows(x), as_rows(residual), x.shape[-1]
+    num_parts = x.shape[0] if x.dim() > residual.dim() else 1
+    first_part = x[0] if num_parts > 1 else x
+    rows, residual_rows, n = as_rows(first_part), as_rows(residual), residual.shape[-1]
     block_rows, block_n = _tile(n)
     with device_of(x):
         _add_rms_norm_kernel[(triton.cdiv(rows.num_rows, block_rows),)](
@@ -71,7 +73,9 @@ def add_rms_norm(
             rows.inner_stride,
             residual_rows.outer_stride,
             residual_rows.inner_stride,
+            residual.numel(),
             eps,
+            num_parts=num_parts,
             n=n,
             block_rows=block_rows,
             block_n=block_n,
@@ -110,7 +114,7 @@ def _rms_norm_kernel(
     tl.store(output_ptr + row * n + column, _normalize(x, weight, eps, n), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_rows", "part_stride"])  # type: ignore[untyped-decorator]
 def _add_rms_norm_kernel(
     x_ptr: tl.tensor,
     residual_ptr: tl.tensor,
@@ -123,7 +127,9 @@ def _add_rms_norm_kernel(
     x_inner_stride: tl.tensor,
     residual_outer_stride: tl.tensor,
     residual_inner_stride: tl.tensor,
+    part_stride: tl.tensor,
     eps: tl.tensor,
+    num_parts: tl.constexpr,
     n: tl.constexpr,
     block_rows: tl.constexpr,
     block_n: tl.constexpr,
@@ -138,8 +144,13 @@ def _add_rms_norm_kernel(
     residual_offset = outer * residual_outer_stride + inner * residual_inner_stride + column
     x = tl.load(x_ptr + x_offset, mask=inside, other=0.0)
     residual = tl.load(residual_ptr + residual_offset, mask=inside, other=0.0)
-    # The norm sees the sum as it is stored, rounded to the dtype of `x`, as transformers does.
-    total = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+    for part in tl.static_range(1, num_parts):
+        # int64: parts of a long prompt have more elements than int32 can count.
+        part_ptr = x_ptr + part * part_stride.to(tl.int64)
+        x += tl.load(part_ptr + x_offset, mask=inside, other=0.0)
+    x = x.to(residual.dtype)
+    # The norm sees the sum as it is stored, rounded to its dtype, as transformers does.
+    total = (x.to(tl.float32) + residual.to(tl.float32)).to(residual.dtype)
     weight = tl.load(weight_ptr + column, mask=column < n, other=0.0)
     output_offset = row * n + column
     tl.store(total_ptr + output_offset, total, mask=inside)

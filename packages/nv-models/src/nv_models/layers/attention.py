@@ -76,7 +76,7 @@ class Attention(nn.Module):
             metadata: The step's batch.
 
         Returns:
-            This rank's part of the output, [num_tokens, hidden_size]; see `RowParallelLinear`.
+            Parts of the output, [num_parts, num_tokens, hidden_size]; see `RowParallelLinear`.
         """
         qkv: Tensor = self.qkv_proj(hidden)
         query = rotate_and_store(

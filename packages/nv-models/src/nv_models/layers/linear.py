@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from nv_core.errors import ConfigError
-from nv_kernels import linear
+from nv_kernels import linear, linear_parts
 from nv_models.weight_target import TensorTarget, whole
 
 if TYPE_CHECKING:
@@ -282,11 +282,13 @@ class RowParallelLinear(nn.Module):
             x: This rank's inputs, [num_tokens, in_features / number of ranks].
 
         Returns:
-            This rank's part of the output, [num_tokens, out_features]: the output is the sum over
-            all ranks, which is left to the reader so that it can be one operation with what
-            follows.
+            Parts of this rank's part of the output, [num_parts, num_tokens, out_features] (see
+            `nv_kernels.linear_parts`): the output is the sum over all parts of all ranks, which is
+            left to the reader so that it can be one operation with what follows.
         """
-        return linear(x, self.weight, self.bias if self.tensor_parallel.rank == 0 else None)
+        if self.bias is None or self.tensor_parallel.rank != 0:
+            return linear_parts(x, self.weight)
+        return linear(x, self.weight, self.bias)[None]
 
     def targets(self, name: str) -> Iterator[TensorTarget]:
         """Yields where the checkpoint tensors of the projection go.

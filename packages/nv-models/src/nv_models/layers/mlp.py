@@ -43,7 +43,7 @@ class GatedMLP(nn.Module):
         )
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Maps [num_tokens, hidden_size] to this rank's part of the output, of the same shape."""
+        """Maps [num_tokens, hidden_size] to parts of the output; see `RowParallelLinear`."""
         output: Tensor = self.down_proj(silu_and_mul(self.gate_up_proj(hidden)))
         return output
 

@@ -40,7 +40,8 @@ class RMSNorm(nn.Module):
         """Adds what a row-parallel layer computed to the residual stream and normalises the sum.
 
         Args:
-            partial: This rank's part of it, [num_tokens, size]; may be overwritten.
+            partial: This rank's part of it, [num_tokens, size] or, in parts that add up,
+                [num_parts, num_tokens, size]; may be overwritten.
             residual: The residual stream, [num_tokens, size], the same on every rank; left as it
                 is.
 
@@ -48,8 +49,11 @@ class RMSNorm(nn.Module):
             The normalised sum, and the sum: the new residual stream. Both are the same on every
             rank.
         """
-        total = self.tensor_parallel.all_reduce(partial)
-        return add_rms_norm(total, residual, self.weight, eps=self.eps)
+        if self.tensor_parallel.size > 1:
+            if partial.dim() > residual.dim():
+                partial = partial[0] if len(partial) == 1 else partial.sum(0).to(residual.dtype)
+            partial = self.tensor_parallel.all_reduce(partial)
+        return add_rms_norm(partial, residual, self.weight, eps=self.eps)
 
     def targets(self, name: str) -> Iterator[TensorTarget]:
         """Yields where the checkpoint tensor of the weight goes."""
