@@ -15,6 +15,7 @@ import argparse
 import sys
 from collections.abc import Callable
 from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn.functional import linear as library_linear
@@ -120,8 +121,8 @@ def main() -> None:
             total += count * chosen / 1e3
             total_library += count * library / 1e3
             out(
-                f"{rows:3d} rows {name:8s} chosen {chosen:7.2f} ({n * k * 2 / chosen / 1e6:4.2f} TB/s)"
-                f"  ours {ours:7.2f}  library {library:7.2f}\n"
+                f"{rows:3d} rows {name:8s} chosen {chosen:7.2f} ({2 * n * k / chosen / 1e6:4.2f} "
+                f"TB/s)  ours {ours:7.2f}  library {library:7.2f}\n"
             )
         out(f"{rows:3d} rows all layers and head {total:.3f} ms, library {total_library:.3f} ms")
         must, aim = GOALS.get((options.model, rows), (None, None))
