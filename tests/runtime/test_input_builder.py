@@ -58,6 +58,9 @@ def check_layout(plan: StepPlan, layout: StepLayout) -> None:
             rows.append(len(positions) - 1)
     num_padding = layout.num_tokens - len(tokens)
     metadata = made.metadata
+    start = packed.values.data_ptr()
+    for tensor in vars(metadata).values():
+        assert not isinstance(tensor, torch.Tensor) or (tensor.data_ptr() - start) % 16 == 0
     assert made.token_ids.tolist() == tokens + [0] * num_padding
     assert made.positions.tolist() == positions + [0] * num_padding
     assert made.sample_rows.tolist() == rows
@@ -93,4 +96,4 @@ def test_a_token_that_only_the_device_knows_is_named() -> None:
     layout = layout_of(plan)
     packed = pack_step(plan, layout, block_size=BLOCK_SIZE)
     assert packed.unknown_tokens == {first.seq_id: 0}
-    assert torch.split(packed.values, list(layout.sizes))[0].tolist() == [0, 4, 5]
+    assert torch.split(packed.values, list(layout.sizes))[0].tolist()[:3] == [0, 4, 5]

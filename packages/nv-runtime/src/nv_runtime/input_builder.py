@@ -52,9 +52,14 @@ class StepLayout:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Lengths of the parts: token ids, positions, slots, starts, lengths, rows, tables."""
+        """Room for each part: token ids, positions, slots, starts, lengths, rows, tables.
+
+        Each begins at a multiple of 16 bytes, as does what is allocated by itself. Triton compiles
+        a kernel anew for every combination of arguments that do and arguments that do not.
+        """
         tokens, seqs = self.num_tokens, self.num_seqs
-        return tokens, tokens, tokens, seqs + 1, seqs, seqs, seqs * self.num_blocks
+        lengths = (tokens, tokens, tokens, seqs + 1, seqs, seqs, seqs * self.num_blocks)
+        return tuple(-(-length // 4) * 4 for length in lengths)
 
     def unpack(
         self, packed: Tensor, *, num_samples: int, max_query_len: int, max_context_len: int
@@ -74,13 +79,13 @@ class StepLayout:
             packed, list(self.sizes)
         )
         return ModelInput(
-            token_ids=token_ids.long(),
-            positions=positions.long(),
+            token_ids=token_ids[: self.num_tokens].long(),
+            positions=positions[: self.num_tokens].long(),
             metadata=AttentionMetadata(
-                cu_seqlens_q=starts,
-                context_lens=lengths,
-                block_table=tables.view(self.num_seqs, self.num_blocks),
-                slot_mapping=slots,
+                cu_seqlens_q=starts[: self.num_seqs + 1],
+                context_lens=lengths[: self.num_seqs],
+                block_table=tables[: self.num_seqs * self.num_blocks].view(self.num_seqs, -1),
+                slot_mapping=slots[: self.num_tokens],
                 max_query_len=max_query_len,
                 max_context_len=max_context_len,
             ),

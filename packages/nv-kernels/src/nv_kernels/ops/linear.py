@@ -12,8 +12,10 @@ from nv_kernels.dispatch import choose_implementation
 if TYPE_CHECKING:
     from torch import Tensor
 
-_MAX_ROWS = 64
-_MAX_ROWS_IN_PARTS = 128
+_MAX_ROWS = 32
+_MAX_ROWS_IN_PARTS = 64
+_MAX_ROWS_IN_PARTS_OF_SMALL = 128
+_SMALL_WEIGHT = 2**22  # elements
 
 
 def linear(
@@ -96,7 +98,9 @@ def _is_faster_here(num_rows: int, weight: Tensor) -> bool:
 
 def _is_faster_in_parts(num_rows: int, weight: Tensor) -> bool:
     """The same for `linear_parts`."""
-    return weight.element_size() == 2 and num_rows <= _MAX_ROWS_IN_PARTS and _is_cut_evenly(weight)
+    is_small = weight.numel() <= _SMALL_WEIGHT
+    max_rows = _MAX_ROWS_IN_PARTS_OF_SMALL if is_small else _MAX_ROWS_IN_PARTS
+    return weight.element_size() == 2 and num_rows <= max_rows and _is_cut_evenly(weight)
 
 
 def _is_cut_evenly(weight: Tensor) -> bool:
