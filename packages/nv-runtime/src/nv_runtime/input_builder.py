@@ -84,7 +84,9 @@ class StepLayout:
             metadata=AttentionMetadata(
                 cu_seqlens_q=starts[: self.num_seqs + 1],
                 context_lens=lengths[: self.num_seqs],
-                block_table=tables[: self.num_seqs * self.num_blocks].view(self.num_seqs, -1),
+                block_table=tables[: self.num_seqs * self.num_blocks].view(
+                    self.num_seqs, self.num_blocks
+                ),
                 slot_mapping=slots[: self.num_tokens],
                 max_query_len=max_query_len,
                 max_context_len=max_context_len,
