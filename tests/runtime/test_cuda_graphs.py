@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from nv_runtime.cuda_graphs import batch_buckets, context_bound, seq_buckets, token_buckets
+from nv_runtime.cuda_graphs import (
+    MixedShape,
+    batch_buckets,
+    context_bound,
+    seq_buckets,
+    token_buckets,
+)
+from nv_runtime.input_builder import StepLayout
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 7, 12, 100, 200, 255, 256, 257, 300, 1000])
@@ -47,3 +54,12 @@ def test_every_number_of_sequences_has_a_bucket(max_num_seqs: int) -> None:
     assert buckets == sorted(set(buckets))
     assert (buckets[0], buckets[-1]) == (1, max_num_seqs)
     assert len(buckets) <= 6
+
+
+def test_a_shape_holds_another_only_if_it_is_as_large_in_everything() -> None:
+    shape = MixedShape(StepLayout(num_tokens=64, num_seqs=16, num_blocks=8), max_query_len=64)
+    assert shape.holds(shape)
+    assert shape.holds(MixedShape(StepLayout(32, 4, 8), max_query_len=32))
+    for layout in (StepLayout(65, 16, 8), StepLayout(64, 17, 8), StepLayout(64, 16, 9)):
+        assert not shape.holds(MixedShape(layout, max_query_len=64))
+    assert not shape.holds(MixedShape(shape.layout, max_query_len=65))

@@ -147,6 +147,16 @@ class MixedShape:
     layout: StepLayout
     max_query_len: int
 
+    def holds(self, other: MixedShape) -> bool:
+        """Whether whatever fits in the other shape fits in this one."""
+        ours, theirs = self.layout, other.layout
+        return (
+            ours.num_tokens >= theirs.num_tokens
+            and ours.num_seqs >= theirs.num_seqs
+            and ours.num_blocks >= theirs.num_blocks
+            and self.max_query_len >= other.max_query_len
+        )
+
 
 class MixedGraphs:
     """Runs steps with prompts in them by replaying graphs."""
@@ -183,7 +193,7 @@ class MixedGraphs:
         """The shape whose graph runs a plan; None if it should run eagerly.
 
         That is so for long steps, which keep the device busy anyway, and for a shape that occurs
-        for the first time.
+        for the first time and fits in none that is captured.
         """
         num_tokens = plan.num_scheduled_tokens
         if num_tokens > self._token_buckets[-1]:
@@ -203,8 +213,16 @@ class MixedGraphs:
         shape = MixedShape(layout, max_query_len)
         if shape not in self._seen:
             self._seen.add(shape)
-            return None
+            return self._smallest_captured(shape)
         return shape
+
+    def _smallest_captured(self, wanted: MixedShape) -> MixedShape | None:
+        """A captured shape that holds another: even much padding costs less than launching."""
+        return min(
+            (shape for shape in self._graphs if shape.holds(wanted)),
+            key=lambda shape: shape.layout.num_tokens,
+            default=None,
+        )
 
     def run(self, packed: Tensor, shape: MixedShape) -> Tensor:
         """Replays the shape's graph, capturing it first if need be.

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -138,13 +139,17 @@ class ModelRunner:
             self._batch.send(changes)
             return StepHandle((), torch.empty(0, dtype=torch.int64), None)
         if all(entry.num_scheduled_tokens == 1 and entry.samples for entry in entries):
+            # The longest first, so that what is left when an attention kernel runs dry is short.
+            entries = tuple(sorted(entries, key=_num_computed_tokens, reverse=True))
             token_ids = self._run_decode(entries, changes)
+            seq_ids = tuple(entry.seq_id for entry in entries)
         else:
             self._batch.send(changes)
             token_ids = self._run_mixed(plan)
+            seq_ids = plan.sampled_seq_ids
         # A copy in any case: a graph's output is overwritten by its next replay.
         host_token_ids = token_ids.to("cpu", non_blocking=True, copy=True)
-        return StepHandle(plan.sampled_seq_ids, host_token_ids, self._mark())
+        return StepHandle(seq_ids, host_token_ids, self._mark())
 
     def collect(self, handle: StepHandle) -> dict[int, int]:
         """Waits for a step and returns the token of each sequence that got one."""
@@ -242,6 +247,9 @@ def longest_graphed_step(model: CausalLM) -> int:
     """
     num_layer_weights = sum(p.numel() for p in model.layers[0].parameters())
     return int(0.9e-3 * 600e12 / (2 * num_layer_weights))
+
+
+_num_computed_tokens = attrgetter("num_computed_tokens")
 
 
 def _position_sampled(entry: ScheduledSequence) -> int:
