@@ -229,7 +229,9 @@ def test_a_shut_down_engine_says_so_and_is_gone(checkpoint: Path) -> None:
     llm = make_llm(checkpoint)
     stream = llm.stream(["the fox", "a dog"], GREEDY)
     next(stream)
-    model = weakref.ref(llm._open_parts().engine.runner._mixed_step._model)
+    runner: Any = llm._open_parts().engine.runner
+    model = weakref.ref(runner._model)
+    del runner
     llm.shutdown()
     assert {output.outputs[0].finish_reason for output in stream} == {"abort"}
     for use in (

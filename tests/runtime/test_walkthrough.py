@@ -94,7 +94,7 @@ def abbreviate(values: list[Any]) -> str:
 @contextmanager
 def recording(llm: LLM, monkeypatch: pytest.MonkeyPatch, recorder: Recorder) -> Iterator[None]:
     """Hooks a recorder into every stage between the scheduler and the commit."""
-    runner = llm._open_parts().engine.runner
+    runner: Any = llm._open_parts().engine.runner
     model: CausalLM = runner._mixed_step._model
     first: Any = model.layers[0]
     names: list[tuple[str, nn.Module]] = [
@@ -123,7 +123,7 @@ def recording(llm: LLM, monkeypatch: pytest.MonkeyPatch, recorder: Recorder) -> 
         schedule, launch = Scheduler.schedule, runner.launch
         rotate_and_store = attention_layer.rotate_and_store
         silu_and_mul = mlp_layer.silu_and_mul
-        attend, compute_logits = first.attention.backend.attend, model.compute_logits
+        attend, compute_logits = first.attention.backend.attend, model.compute_logits_shard
 
         def schedule_and_record(scheduler: Scheduler) -> StepPlan | None:
             plan = schedule(scheduler)
@@ -174,7 +174,7 @@ def recording(llm: LLM, monkeypatch: pytest.MonkeyPatch, recorder: Recorder) -> 
         patch.setattr(attention_layer, "rotate_and_store", rotate_and_record)
         patch.setattr(mlp_layer, "silu_and_mul", activate_and_record)
         patch.setattr(first.attention.backend, "attend", attend_and_record)
-        patch.setattr(model, "compute_logits", logits_and_record)
+        patch.setattr(model, "compute_logits_shard", logits_and_record)
         yield
     for handle in handles:
         handle.remove()

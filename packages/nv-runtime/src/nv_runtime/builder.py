@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from tqdm import tqdm
 
 from nv_core import ConfigError, SamplingParams, Scheduler, SchedulerConfig
 from nv_kernels import AttentionBackend, KernelInputError, select_attention_backend
-from nv_models import CausalLM, Checkpoint, ModelConfig, load_model, open_checkpoint
+from nv_models import (
+    SINGLE_RANK,
+    CausalLM,
+    Checkpoint,
+    ModelConfig,
+    TensorParallel,
+    check_tensor_parallel_size,
+    heads_per_rank,
+    load_model,
+    open_checkpoint,
+)
 from nv_runtime.engine import Engine
 from nv_runtime.engine_config import EngineConfig
+from nv_runtime.executor import Executor
 from nv_runtime.generation_config import default_sampling_params, eos_token_ids
 from nv_runtime.hub import resolve_model
 from nv_runtime.kv_cache import (
@@ -24,6 +36,14 @@ from nv_runtime.kv_cache import (
     size_kv_cache,
 )
 from nv_runtime.model_runner import ModelRunner
+from nv_runtime.ranks.agreement import (
+    Agreement,
+    Facts,
+    checkpoint_facts,
+    code_facts,
+    model_facts,
+    weight_facts,
+)
 from nv_runtime.sampler import derive_seed
 from nv_runtime.step_log import EngineStepLog, make_header
 from nv_runtime.tokenizer import Tokenizer, load_tokenizer
@@ -32,6 +52,18 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_BLOCK_SIZES = {"flash_attn": 256, "triton": 64, "torch": 16}
 """Tokens per KV block for each attention backend when the caller does not choose."""
+
+_OPTIONS_OF_ALL_RANKS = (
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "tensor_parallel_size",
+    "enforce_eager",
+    "attention_backend",
+    "load_format",
+    "seed",
+)
+"""Options on which ranks would compute different things if they differed."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +85,38 @@ class EngineParts:
     max_model_len: int
 
 
+@dataclass(frozen=True)
+class RankPart:
+    """One rank's part of an engine.
+
+    Attributes:
+        runner: Runs steps with this rank's share of the model.
+        model: That share.
+        dtype: Of weights, activations and KV cache.
+        block_size: Tokens per KV block.
+        num_blocks: KV blocks, the same on every rank.
+    """
+
+    runner: ModelRunner
+    model: CausalLM
+    dtype: torch.dtype
+    block_size: int
+    num_blocks: int
+
+
+class Ranks(Protocol):
+    """The ranks that share a model, as seen by one that has a scheduler."""
+
+    def join(self) -> tuple[TensorParallel, Agreement | None]:
+        """Waits for the others; returns this one's place and what compares them."""
+
+    def make_executor(self, runner: ModelRunner) -> Executor:
+        """Makes what runs steps on all ranks from what runs them on this one."""
+
+    def shutdown(self) -> None:
+        """Ends what was started; calling it again does nothing."""
+
+
 def build_engine(config: EngineConfig) -> EngineParts:
     """Builds an engine; logs how long each phase took.
 
@@ -60,19 +124,52 @@ def build_engine(config: EngineConfig) -> EngineParts:
         NvError: The options, the checkpoint or the memory do not allow it; the message says what
             to change.
     """
-    phases = _Phases()
-    device = config.resolve_device()
-    checkpoint = open_checkpoint(resolve_model(config.model, revision=config.revision))
+    phases = Phases()
+    path = resolve_model(config.model, revision=config.revision)
+    checkpoint = open_checkpoint(path)
+    device = _resolve_device(config)
+    check_tensor_parallel_size(checkpoint.config, config.tensor_parallel_size)
+    ranks = _start_ranks(config, path, device)
+    try:
+        return _build_engine(config, checkpoint, ranks, device=device, phases=phases)
+    except BaseException:
+        ranks.shutdown()
+        raise
+
+
+def build_rank(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    tensor_parallel: TensorParallel,
+    agreement: Agreement | None,
+    *,
+    device: torch.device,
+    phases: Phases | None = None,
+) -> RankPart:
+    """Builds one rank's part: its share of the model, its KV pool, and its runner.
+
+    Args:
+        config: The engine's options.
+        checkpoint: The model on disk.
+        tensor_parallel: Which rank of how many.
+        agreement: Compares this rank with the others; None if it is the only one.
+        device: Where it computes.
+        phases: Takes the times.
+
+    Raises:
+        NvError: The options, the checkpoint or the memory do not allow it, or the ranks disagree.
+    """
+    phases = phases or Phases()
     model_config = checkpoint.config
     dtype = config.resolve_dtype(model_config.dtype, device)
     max_model_len = _resolve_max_model_len(config, model_config)
-    tokenizer = None if config.skip_tokenizer_init else load_tokenizer(checkpoint)
-    phases.end("configuration and tokenizer")
-
+    if agreement is not None:
+        agreement.require_equal(_facts(config, checkpoint, dtype=dtype))
     backend, block_size = _select_backend(config, model_config, device=device, dtype=dtype)
     model = _load(
         checkpoint,
         config,
+        tensor_parallel=tensor_parallel,
         backend=backend,
         max_model_len=max_model_len,
         device=device,
@@ -102,29 +199,11 @@ def build_engine(config: EngineConfig) -> EngineParts:
         kv_cache_memory_bytes=config.kv_cache_memory_bytes,
         num_blocks=config.num_gpu_blocks_override,
     )
-    num_pool_tokens = num_blocks * block_size
-    if num_pool_tokens < max_model_len:
-        logger.warning(
-            "the KV cache holds %d tokens, less than max_model_len=%d: longer sequences end there",
-            num_pool_tokens,
-            max_model_len,
-        )
+    if agreement is not None:
+        agreement.require_equal({"block size": block_size, **weight_facts(model)})
+        num_blocks = agreement.smallest(num_blocks)
     kv_caches = allocate_kv_cache(spec, num_blocks, device=device)
     phases.end("KV cache")
-
-    scheduler = Scheduler(
-        SchedulerConfig(
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=max_model_len,
-            eos_token_ids=_all_eos_token_ids(checkpoint, tokenizer),
-            vocab_size=model_config.vocab_size,
-            enable_prefix_caching=_may_cache_prefixes(config, model),
-            policy=config.scheduling_policy,
-        )
-    )
     runner = ModelRunner(
         model,
         kv_caches,
@@ -133,21 +212,64 @@ def build_engine(config: EngineConfig) -> EngineParts:
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=max_model_len,
         device=device,
-        use_graphs=_uses_graphs(config, device),
+        use_graphs=_uses_graphs(config, device) and not tensor_parallel.stages_on_host,
         seed_of=lambda seq_id: derive_seed(config.seed, seq_id),
+    )
+    return RankPart(runner, model, dtype, block_size, num_blocks)
+
+
+def _build_engine(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    ranks: Ranks,
+    *,
+    device: torch.device,
+    phases: Phases,
+) -> EngineParts:
+    model_config = checkpoint.config
+    max_model_len = _resolve_max_model_len(config, model_config)
+    tokenizer = None if config.skip_tokenizer_init else load_tokenizer(checkpoint)
+    phases.end("configuration and tokenizer")
+    tensor_parallel, agreement = ranks.join()
+    if agreement is not None:
+        phases.end("ranks")
+    part = build_rank(config, checkpoint, tensor_parallel, agreement, device=device, phases=phases)
+    num_pool_tokens = part.num_blocks * part.block_size
+    if num_pool_tokens < max_model_len:
+        logger.warning(
+            "the KV cache holds %d tokens, less than max_model_len=%d: longer sequences end there",
+            num_pool_tokens,
+            max_model_len,
+        )
+    scheduler = Scheduler(
+        SchedulerConfig(
+            num_blocks=part.num_blocks,
+            block_size=part.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=max_model_len,
+            eos_token_ids=_all_eos_token_ids(checkpoint, tokenizer),
+            vocab_size=model_config.vocab_size,
+            enable_prefix_caching=_may_cache_prefixes(config, part.model),
+            policy=config.scheduling_policy,
+        )
     )
     num_steps_ahead = int(_schedules_ahead(config, device))
     step_log = None
     if config.step_log is not None:
         header = make_header(
-            scheduler, model_config, dtype=dtype, device=device, num_steps_ahead=num_steps_ahead
+            scheduler,
+            model_config,
+            dtype=part.dtype,
+            device=device,
+            num_steps_ahead=num_steps_ahead,
         )
         step_log = EngineStepLog(config.step_log, header)
     phases.log()
     return EngineParts(
         engine=Engine(
             scheduler,
-            runner,
+            ranks.make_executor(part.runner),
             tokenizer=tokenizer,
             vocab_size=model_config.vocab_size,
             num_steps_ahead=num_steps_ahead,
@@ -160,19 +282,68 @@ def build_engine(config: EngineConfig) -> EngineParts:
     )
 
 
-class _Phases:
+class _SingleRank:
+    """A process that has the model to itself."""
+
+    def join(self) -> tuple[TensorParallel, Agreement | None]:
+        """There is nobody to wait for."""
+        return SINGLE_RANK, None
+
+    def make_executor(self, runner: ModelRunner) -> Executor:
+        """Returns the runner itself."""
+        return runner
+
+    def shutdown(self) -> None:
+        """Nothing was started."""
+
+
+def _start_ranks(config: EngineConfig, path: Path, device: torch.device) -> Ranks:
+    if config.tensor_parallel_size == 1:
+        return _SingleRank()
+    # Imported here: one rank needs none of it.
+    if config.distributed_executor == "external":
+        from nv_runtime.ranks.external_ranks import ExternalRanks
+
+        return ExternalRanks(config, device)
+    from nv_runtime.ranks.local_ranks import LocalRanks
+
+    return LocalRanks(config, path, device)
+
+
+def _resolve_device(config: EngineConfig) -> torch.device:
+    if config.tensor_parallel_size > 1 and config.distributed_executor == "external":
+        from nv_runtime.ranks.external_ranks import external_device
+
+        return external_device(config)
+    return config.resolve_device()
+
+
+def _facts(config: EngineConfig, checkpoint: Checkpoint, *, dtype: torch.dtype) -> Facts:
+    """What ranks must have in common before they load anything."""
+    facts = {"dtype": str(dtype), **code_facts(), **model_facts(checkpoint.config)}
+    for name in _OPTIONS_OF_ALL_RANKS:
+        facts[name] = repr(getattr(config, name))
+    if config.load_format != "dummy":
+        facts.update(checkpoint_facts(checkpoint))
+    return facts
+
+
+class Phases:
     """Times the phases of a start."""
 
     def __init__(self) -> None:
+        """Starts the first phase."""
         self._last = monotonic()
         self._seconds: dict[str, float] = {}
 
     def end(self, name: str) -> None:
+        """Ends a phase and starts the next."""
         now = monotonic()
         self._seconds[name] = now - self._last
         self._last = now
 
     def log(self) -> None:
+        """Logs the time of each phase."""
         parts = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self._seconds.items())
         logger.info("ready in %.2f s: %s", sum(self._seconds.values()), parts)
 
@@ -193,6 +364,7 @@ def _select_backend(
     config: EngineConfig, model_config: ModelConfig, *, device: torch.device, dtype: torch.dtype
 ) -> tuple[AttentionBackend, int]:
     """Picks backend and block size together: each may restrict the other."""
+    num_heads, num_kv_heads = heads_per_rank(model_config, config.tensor_parallel_size)
 
     def select(name: str, block_size: int) -> AttentionBackend:
         return select_attention_backend(
@@ -200,8 +372,8 @@ def _select_backend(
             device=device,
             dtype=dtype,
             head_dim=model_config.head_dim,
-            num_heads=model_config.num_heads,
-            num_kv_heads=model_config.num_kv_heads,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
             block_size=block_size,
         )
 
@@ -221,6 +393,7 @@ def _load(
     checkpoint: Checkpoint,
     config: EngineConfig,
     *,
+    tensor_parallel: TensorParallel,
     backend: AttentionBackend,
     max_model_len: int,
     device: torch.device,
@@ -243,6 +416,7 @@ def _load(
             device=device,
             dtype=dtype,
             attention_backend=backend,
+            tensor_parallel=tensor_parallel,
             load_format=config.load_format,
             max_model_len=max_model_len,
             seed=config.seed,

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nv_kernels import AttentionMetadata, LayerKVCache, sample_tokens
+from nv_kernels import AttentionMetadata, LayerKVCache
 from nv_models import CausalLM
 from nv_runtime.device_batch import FIRST_BLOCK, IS_ACTIVE, LENGTH, SEED, TEMPERATURE, TOKEN
+from nv_runtime.sharded_sampling import sample_from_shard
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,8 @@ class DecodeOutput:
 
     Attributes:
         token_ids: Sampled tokens, [padded_size] int64; None if the caller samples.
-        logits: [padded_size, vocab_size]; None if the tokens are sampled already, so that a graph
-            need not keep them.
+        logits: This rank's part, [padded_size, tokens per rank]; None if the tokens are sampled
+            already, so that a graph need not keep them.
     """
 
     token_ids: Tensor | None
@@ -87,13 +88,13 @@ class DecodeStep:
             max_context_len=max_context_len,
         )
         hidden = self._model(state[:, TOKEN].long(), positions, self._kv_caches, metadata)
-        logits = self._model.compute_logits(hidden)
+        logits = self._model.compute_logits_shard(hidden)
         self._rows[:, LENGTH].index_copy_(0, rows, length + is_active)
         if not samples:
             return DecodeOutput(None, logits)
         seeds = (state[:, SEED + 1].long() << 32) | (state[:, SEED].long() & 0xFFFFFFFF)
         temperatures = state[:, TEMPERATURE].contiguous().view(torch.float32)
-        token_ids = sample_tokens(logits, temperatures, seeds, positions + 1)
+        token_ids = sample_from_shard(self._model, logits, temperatures, seeds, positions + 1)
         # A padding row's logits mean nothing; its token must still be one.
         token_ids = token_ids * is_active
         self._rows[:, TOKEN].index_copy_(0, rows, token_ids.int())

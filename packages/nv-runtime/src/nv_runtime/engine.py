@@ -21,7 +21,8 @@ from nv_core import (
     Scheduler,
     StepPlan,
 )
-from nv_runtime.model_runner import ModelRunner, StepHandle
+from nv_runtime.executor import Executor
+from nv_runtime.model_runner import StepHandle
 from nv_runtime.prompt import TokenizedPrompt
 from nv_runtime.request import Request, now
 from nv_runtime.request_checks import check_sampling_params
@@ -35,7 +36,7 @@ class Engine:
     def __init__(
         self,
         scheduler: Scheduler,
-        runner: ModelRunner,
+        runner: Executor,
         *,
         tokenizer: Tokenizer | None,
         vocab_size: int,
@@ -46,7 +47,7 @@ class Engine:
 
         Args:
             scheduler: Decides what each step runs.
-            runner: Runs it.
+            runner: Runs it, on one rank or several.
             tokenizer: Decodes the answers; None for answers without text.
             vocab_size: Number of token ids that the model has.
             num_steps_ahead: How many steps are launched before the oldest is collected.
@@ -184,10 +185,11 @@ class Engine:
             self.abort_request(request_id)
 
     def close(self) -> None:
-        """Ends every request and the step log."""
+        """Ends every request, the step log, and the ranks if there are several."""
         self.abort_all()
         if self._step_log is not None:
             self._step_log.close()
+        self.runner.shutdown()
 
     def _note_progress(self, seq_id: int, *, sampled: bool = True) -> Request:
         request = self._requests[seq_id]

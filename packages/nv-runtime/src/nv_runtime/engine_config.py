@@ -34,6 +34,14 @@ DTYPES = {
 
 GENERATION_CONFIGS = ("auto", "vllm")
 
+MAX_TENSOR_PARALLEL_SIZE = 8
+
+DISTRIBUTED_EXECUTORS = ("mp", "external")
+COLLECTIVE_BACKENDS = ("auto", "nccl", "gloo")
+
+_EXECUTOR_OF_BACKEND = {"mp": "mp", "external_launcher": "external"}
+"""vLLM's names of executors -> ours."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
@@ -56,7 +64,16 @@ class EngineConfig:
         gpu_memory_utilization: Share of the device's memory that the engine may fill with
             weights, activations and KV blocks; CUDA only.
         kv_cache_memory_bytes: Size of the KV pool in bytes; None to size it from memory.
-        tensor_parallel_size: Number of ranks that share the model; only 1 for now.
+        tensor_parallel_size: Number of ranks, from 1 to 8, that share the model.
+        distributed_executor: Who starts the ranks: "mp", this process, on this host, each on a
+            device of its own from `device` on; or "external", a launcher such as torchrun, under
+            which every rank runs the same program. None is "mp".
+        distributed_executor_backend: vLLM's name of the same: "mp" or "external_launcher".
+        collective_backend: How ranks talk while they compute: "nccl", "gloo", or "auto" for NCCL on
+            CUDA and gloo on a CPU. With gloo, ranks can share a CUDA device, without CUDA graphs.
+        rank_timeout_s: Seconds that a step may take before its ranks count as lost; it holds the
+            compiling of kernels and the capture of graphs.
+        rank_start_timeout_s: Seconds that the ranks may take to be ready, loading included.
         enforce_eager: Never uses CUDA graphs.
         async_scheduling: Whether the next step is planned and launched while the device still runs
             the last one; None for yes on CUDA, no on a CPU. Outputs are the same.
@@ -90,6 +107,11 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     kv_cache_memory_bytes: int | None = None
     tensor_parallel_size: int = 1
+    distributed_executor: str | None = None
+    distributed_executor_backend: str | None = None
+    collective_backend: str = "auto"
+    rank_timeout_s: float = 300.0
+    rank_start_timeout_s: float = 600.0
     enforce_eager: bool = False
     async_scheduling: bool | None = None
     enable_prefix_caching: bool = True
@@ -122,10 +144,7 @@ class EngineConfig:
         ):
             if getattr(self, name) is not None:
                 self._check_positive(name)
-        if self.tensor_parallel_size != 1:
-            raise ConfigError(
-                f"tensor_parallel_size={self.tensor_parallel_size} is not supported yet; use 1"
-            )
+        self._check_ranks()
         share = self.gpu_memory_utilization
         if not isinstance(share, (int, float)) or not 0 < share <= 1:
             raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {share!r}")
@@ -200,6 +219,32 @@ class EngineConfig:
             # Half precision is slower than float32 on most CPUs, and less exact on all.
             return torch.float32
         return torch.bfloat16 if checkpoint_dtype == torch.float32 else checkpoint_dtype
+
+    def _check_ranks(self) -> None:
+        if self.tensor_parallel_size > MAX_TENSOR_PARALLEL_SIZE:
+            raise ConfigError(
+                f"tensor_parallel_size must be from 1 to {MAX_TENSOR_PARALLEL_SIZE}, got "
+                f"{self.tensor_parallel_size}"
+            )
+        self._check_choice("collective_backend", COLLECTIVE_BACKENDS)
+        backend = self.distributed_executor_backend
+        if backend is not None:
+            self._check_choice("distributed_executor_backend", tuple(_EXECUTOR_OF_BACKEND))
+            executor = _EXECUTOR_OF_BACKEND[backend]
+            if self.distributed_executor not in (None, executor):
+                raise ConfigError(
+                    f"distributed_executor={self.distributed_executor!r} contradicts "
+                    f"distributed_executor_backend={backend!r}; give one of them"
+                )
+            object.__setattr__(self, "distributed_executor", executor)
+            object.__setattr__(self, "distributed_executor_backend", None)
+        if self.distributed_executor is None:
+            object.__setattr__(self, "distributed_executor", "mp")
+        self._check_choice("distributed_executor", DISTRIBUTED_EXECUTORS)
+        for name in ("rank_timeout_s", "rank_start_timeout_s"):
+            seconds = getattr(self, name)
+            if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or seconds <= 0:
+                raise ConfigError(f"{name} must be a number of seconds above 0, got {seconds!r}")
 
     def _check_positive(self, name: str) -> None:
         value = getattr(self, name)

@@ -229,8 +229,8 @@ class LLM:
     def shutdown(self) -> None:
         """Ends all requests and frees the model's memory; calling it again does nothing."""
         if self._parts is not None:
-            self._parts.engine.close()
-            self._parts = None
+            parts, self._parts = self._parts, None
+            parts.engine.close()
 
     def __enter__(self) -> LLM:
         return self

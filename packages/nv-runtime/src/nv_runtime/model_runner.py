@@ -28,7 +28,8 @@ from nv_runtime.decode_step import DecodeOutput, DecodeStep
 from nv_runtime.device_batch import TOKEN, DeviceBatch
 from nv_runtime.input_builder import layout_of, pack_step
 from nv_runtime.mixed_step import MixedStep
-from nv_runtime.sampler import SamplingRow, draws_by_temperature_alone, sample
+from nv_runtime.sampler import SamplingRow, draws_by_temperature_alone, pack_draw, sample
+from nv_runtime.sharded_sampling import sample_from_shard
 from nv_runtime.transfer import to_device
 
 
@@ -132,6 +133,9 @@ class ModelRunner:
         """
         self._batch.forget()
 
+    def shutdown(self) -> None:
+        """Has nothing to end: memory is freed with the runner."""
+
     def _launch(self, plan: StepPlan) -> StepHandle:
         changes = self._batch.follow(plan)
         entries = plan.sequences
@@ -203,11 +207,18 @@ class ModelRunner:
             return torch.empty(0, dtype=torch.int64, device=self._device)
         for entry in entries:
             self._batch.note_sampled(entry)
-        return self._sample(self._model.compute_logits(hidden), entries)
+        return self._sample(self._model.compute_logits_shard(hidden), entries)
 
-    def _sample(self, logits: Tensor, entries: Sequence[ScheduledSequence]) -> Tensor:
-        """Samples one token per entry and stores it in the entry's row."""
-        token_ids = sample(logits, [self._sampling_row(entry) for entry in entries])
+    def _sample(self, shard: Tensor, entries: Sequence[ScheduledSequence]) -> Tensor:
+        """Samples one token per entry from this rank's logits and stores it in the entry's row."""
+        sampling_rows = [self._sampling_row(entry) for entry in entries]
+        if all(_draws_by_temperature_alone(entry) for entry in entries):
+            draw = pack_draw(sampling_rows, self._device)
+            token_ids = sample_from_shard(self._model, shard, *draw)
+        else:
+            token_ids = sample(self._model.gather_logits(shard), sampling_rows)
+            # Some of torch's filters do not give the same bits twice, let alone on every rank.
+            self._model.tensor_parallel.broadcast(token_ids)
         rows = self._indices([self._batch.row_of(entry.seq_id) for entry in entries])
         self._batch.rows[:, TOKEN].index_copy_(0, rows, token_ids.int())
         return token_ids

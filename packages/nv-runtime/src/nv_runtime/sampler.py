@@ -72,10 +72,13 @@ def sample(logits: Tensor, rows: Seq[SamplingRow]) -> Tensor:
     if any(_filters(p) for p in params):
         scores = _filter(scores.float(), params)
 
-    device = logits.device
-    return sample_tokens(
-        scores,
-        to_device([effective_temperature(p) for p in params], torch.float32, device),
+    return sample_tokens(scores, *pack_draw(rows, logits.device))
+
+
+def pack_draw(rows: Seq[SamplingRow], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns temperatures, seeds and positions of rows, as `sample_tokens` takes them."""
+    return (
+        to_device([effective_temperature(row.params) for row in rows], torch.float32, device),
         to_device([_signed(row.seed) for row in rows], torch.int64, device),
         to_device([row.position for row in rows], torch.int64, device),
     )

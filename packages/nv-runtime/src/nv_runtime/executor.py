@@ -1,0 +1,31 @@
+"""Executor: what the engine needs of whatever runs its steps.
+
+One process runs them with a `ModelRunner` alone. Several ranks run them together: behind
+`nv_runtime.ranks`, the same runner works on each of them.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from nv_core import StepPlan
+from nv_runtime.model_runner import StepHandle
+
+
+class Executor(Protocol):
+    """Runs plans, in the order in which they are launched."""
+
+    def needs_committed_tokens(self, plan: StepPlan) -> bool:
+        """Whether the plan can only be launched when every earlier plan is committed."""
+
+    def launch(self, plan: StepPlan) -> StepHandle:
+        """Starts a step; after an error, `reset` must come before the next launch."""
+
+    def collect(self, handle: StepHandle) -> dict[int, int]:
+        """Waits for a step and returns the token of each sequence that got one."""
+
+    def reset(self) -> None:
+        """Forgets every sequence, after a step that failed."""
+
+    def shutdown(self) -> None:
+        """Ends what was started for it; calling it again does nothing."""

@@ -1,0 +1,93 @@
+"""Ranks that a launcher has started: the same tokens on each, and no silent divergence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import tiny_checkpoints
+from external_ranks_program import run_external
+from forked_ranks import In, do_nothing, fail
+from nv_core import ConfigError, SamplingParams
+from nv_runtime import LLM
+from nv_runtime.ranks.process_group import host_store
+
+PROMPTS = [[5, 6, 7], [8] * 20, [9, 10]]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoints.write_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """The port of a store that lives as long as the test, as a launcher's does."""
+    store, port = host_store(60)
+    yield port
+    del store
+
+
+def test_every_rank_gets_the_answers_of_one(checkpoint: Path, tmp_path: Path, port: int) -> None:
+    expected = []
+    for prompts in (PROMPTS, PROMPTS[:1]):
+        with LLM(
+            str(checkpoint),
+            device="cpu",
+            dtype="float32",
+            max_model_len=128,
+            num_gpu_blocks_override=100,
+            skip_tokenizer_init=True,
+            show_progress=False,
+        ) as llm:
+            params = [
+                SamplingParams(temperature=0.8 * (i % 2), max_tokens=30, ignore_eos=True, seed=i)
+                for i in range(len(prompts))
+            ]
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            expected.append([list(output.outputs[0].token_ids) for output in outputs])
+    results = run_external(tmp_path, checkpoint, [[PROMPTS, PROMPTS[:1]]] * 2, port=port)
+    assert results == [{"tokens": expected}] * 2
+
+
+def test_ranks_that_plan_different_things_are_told(
+    checkpoint: Path, tmp_path: Path, port: int
+) -> None:
+    """Of the same shape, so that the collectives notice nothing."""
+    other = [PROMPTS[0], [9] * 20, PROMPTS[2]]
+    results = run_external(tmp_path, checkpoint, [[PROMPTS], [other]], port=port)
+    for result in results:
+        assert "rank 1 does not plan what rank 0 plans" in result["error"]
+        assert "every rank must run the same program" in result["error"]
+
+
+def test_the_failure_of_one_rank_is_known_to_the_other(
+    checkpoint: Path, tmp_path: Path, port: int
+) -> None:
+    fault = In("nv_models.decoder:CausalLM", "compute_logits_shard", fail, 3)
+    results = run_external(
+        tmp_path, checkpoint, [[PROMPTS]] * 2, port=port, faults=[do_nothing, fault]
+    )
+    assert "another rank failed first.\nrank 1:\nTraceback" in results[0]["error"]
+    assert "a fault of this rank alone" in results[0]["error"]
+    assert "a fault of this rank alone" in results[1]["error"]
+
+
+def environment(patch: pytest.MonkeyPatch, **values: str) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        patch.delenv(name, raising=False)
+    for name, value in values.items():
+        patch.setenv(name, value)
+
+
+def test_a_process_without_a_launcher_is_refused(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment(monkeypatch, RANK="0")
+    with pytest.raises(ConfigError, match="WORLD_SIZE, MASTER_ADDR, MASTER_PORT are not set"):
+        LLM(str(checkpoint), device="cpu", tensor_parallel_size=2, distributed_executor="external")
+    environment(monkeypatch, RANK="0", WORLD_SIZE="4", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    with pytest.raises(ConfigError, match="tensor_parallel_size=2, but the launcher started 4"):
+        LLM(str(checkpoint), device="cpu", tensor_parallel_size=2, distributed_executor="external")
