@@ -214,3 +214,42 @@ def test_every_byte_has_a_printable_stand_in() -> None:
     assert sorted(singles) == [bytes([value]) for value in range(256)]
     names = [tokenizer("qwen").id_to_token(i) or "" for i in range(256)]
     assert all(unicodedata.category(name)[0] not in "CZ" for name in names)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(text=scripts)
+@settings(max_examples=40, deadline=None)
+def test_the_librarys_own_stream_says_the_same_as_far_as_it_goes(kind: str, text: str) -> None:
+    # It waits for ever behind a replacement character, even a genuine one, and decodes all that
+    # waits anew with every token: that is why it is not used.
+    ids = tokenizer(kind).encode(text, add_special_tokens=False).ids
+    theirs, ours = decoders.DecodeStream(), StreamDecoder(token_bytes(kind))
+    said = "".join(theirs.step(tokenizer(kind), token_id) or "" for token_id in ids)
+    whole = "".join(stream(ours, ids))
+    assert whole.startswith(said)
+    if REPLACEMENT not in text:
+        assert whole == said
+
+
+def test_the_librarys_own_stream_waits_behind_a_broken_character() -> None:
+    ids = [id_of("qwen", "ÿ"), *tokenizer("qwen").encode(" fine").ids]
+    theirs, ours = decoders.DecodeStream(), StreamDecoder(token_bytes("qwen"))
+    assert theirs.step(tokenizer("qwen"), ids[0]) is None
+    assert stream(ours, ids)[0] == REPLACEMENT
+
+
+def test_spaces_between_added_tokens_may_be_left_out() -> None:
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    words.add_special_tokens(["<x>", "<y>"])
+    words.add_tokens(["plain"])
+    ids = [2, 3, 0, 4, 2, 1, 3]
+
+    def text(**options: bool) -> str:
+        return "".join(stream(StreamDecoder(TokenBytes(words), **options), ids))
+
+    assert text(skip_special_tokens=False) == "<x> <y> a plain <x> b <y>"
+    shown = text(skip_special_tokens=False, spaces_between_special_tokens=False)
+    assert shown == "<x><y> a plain<x> b <y>"
+    # As in vLLM, the option says nothing while special tokens are skipped.
+    skipped = text(spaces_between_special_tokens=False)
+    assert skipped == text() == words.decode(ids)

@@ -56,7 +56,7 @@ def assert_idle(llm: LLM) -> None:
     assert engine.scheduler.num_free_blocks == 100
     assert engine.scheduler.num_in_flight == 0
     assert not engine._requests
-    assert not engine._ids
+    assert not engine._owners
 
 
 class BoomError(Exception):

@@ -53,7 +53,7 @@ def assert_idle(llm: LLM) -> None:
     assert not scheduler.has_unfinished
     assert scheduler.num_free_blocks == 200
     assert not llm._open_parts().engine._requests
-    assert not llm._open_parts().engine._ids
+    assert not llm._open_parts().engine._owners
 
 
 def test_every_form_of_a_prompt(llm: LLM) -> None:

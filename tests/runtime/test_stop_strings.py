@@ -13,18 +13,8 @@ from hypothesis import strategies as st
 import tiny_checkpoints
 from nv_core import SamplingParams
 from nv_runtime import LLM, RequestOutput
-from nv_runtime.stop_strings import StopMatch, StopStrings
-
-
-def first_match(text: str, stops: list[str]) -> StopMatch | None:
-    """The definition: walk along the text until some stop text ends."""
-    for end in range(1, len(text) + 1):
-        ending = [stop for stop in stops if text[:end].endswith(stop)]
-        if ending:
-            longest = max(ending, key=len)
-            return StopMatch(end - len(longest), longest)
-    return None
-
+from nv_runtime.stop_strings import StopStrings
+from stop_oracle import first_match
 
 texts = st.text(alphabet="abX", max_size=30)
 stop_lists = st.lists(st.text(alphabet="abX", min_size=1, max_size=4), min_size=1, max_size=3)

@@ -67,11 +67,9 @@ class TokenBytes:
         self._rules = _read_decoder(backend)
         self._first: dict[int, TokenPiece] = {}
         self._later: dict[int, TokenPiece] = {}
-        self.special_ids = frozenset(
-            token_id
-            for token_id, token in backend.get_added_tokens_decoder().items()
-            if token.special
-        )
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.added_tokens = {token_id: token.content for token_id, token in added.items()}
 
     @property
     def num_leading_spaces(self) -> int:
@@ -105,6 +103,9 @@ class StreamDecoder:
     Args:
         token_bytes: The tokenizer's byte table.
         skip_special_tokens: Whether tokens marked special add no text.
+        spaces_between_special_tokens: Whether an added token that follows another one keeps the
+            space that some decoders put before every token. Byte-level decoders put none. Of no
+            effect while special tokens are skipped, as in vLLM.
         continues_text: Whether the tokens carry on an earlier text, so that the space which a
             word-mark tokenizer drops at the start of a text is kept.
     """
@@ -114,9 +115,12 @@ class StreamDecoder:
         token_bytes: TokenBytes,
         *,
         skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
         continues_text: bool = False,
     ) -> None:
         self._token_bytes = token_bytes
+        self._joins_added_tokens = not (skip_special_tokens or spaces_between_special_tokens)
+        self._follows_added_token = False
         self._skipped = token_bytes.special_ids if skip_special_tokens else frozenset()
         self._at_start = not continues_text
         self._spaces_to_drop = 0 if continues_text else token_bytes.num_leading_spaces
@@ -136,7 +140,7 @@ class StreamDecoder:
         for token_id in token_ids:
             if token_id in self._skipped:
                 continue
-            piece = self._token_bytes.piece(token_id, first=self._at_start)
+            piece = self._piece(token_id)
             self._at_start = False
             if piece.is_fallback_byte:
                 texts.append(self._run.push(piece.data))
@@ -154,6 +158,14 @@ class StreamDecoder:
             return ""
         self._finished = True
         return self._drop_leading_spaces(self._run.end() + self._utf8.decode(b"", final=True))
+
+    def _piece(self, token_id: int) -> TokenPiece:
+        added_token = self._token_bytes.added_tokens.get(token_id)
+        is_joined = self._joins_added_tokens and self._follows_added_token
+        self._follows_added_token = added_token is not None
+        if is_joined and added_token is not None:
+            return TokenPiece(added_token.encode("utf-8"), is_fallback_byte=False)
+        return self._token_bytes.piece(token_id, first=self._at_start)
 
     def _drop_leading_spaces(self, text: str) -> str:
         if not self._spaces_to_drop or not text:

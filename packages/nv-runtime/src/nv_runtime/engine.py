@@ -21,10 +21,12 @@ from nv_core import (
     Scheduler,
     StepPlan,
 )
+from nv_runtime.answer import Answer
+from nv_runtime.bad_words import with_tokenized_bad_words
 from nv_runtime.executor import Executor
 from nv_runtime.model_runner import StepHandle
 from nv_runtime.prompt import TokenizedPrompt
-from nv_runtime.request import Request, now
+from nv_runtime.request import Request, now, params_of_further_answers
 from nv_runtime.request_checks import check_sampling_params
 from nv_runtime.step_log import EngineStepLog
 from nv_runtime.tokenizer import Tokenizer
@@ -60,8 +62,8 @@ class Engine:
         self._num_steps_ahead = num_steps_ahead
         self._step_log = step_log
         self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
-        self._requests: dict[int, Request] = {}
-        self._ids: dict[str, int] = {}
+        self._requests: dict[str, Request] = {}
+        self._owners: dict[int, tuple[Request, Answer]] = {}
         self._next_request_number = 0
 
     def step(self) -> list[Request]:
@@ -93,10 +95,10 @@ class Engine:
             self._step_log.note_launched(plan, planned=planned)
         launched = now()
         for entry in plan.sequences:
-            # One that a commit in between has ended is no request any more.
-            request = self._requests.get(entry.seq_id)
-            if request is not None:
-                request.note_scheduled(launched)
+            # One that a commit in between has ended has no owner any more.
+            owner = self._owners.get(entry.seq_id)
+            if owner is not None:
+                owner[0].note_scheduled(launched)
 
     def _collect(self, *, keep: int) -> list[Request]:
         """Collects and commits the oldest plans until `keep` are left in flight."""
@@ -116,72 +118,78 @@ class Engine:
         """Whether any request still waits for tokens."""
         return self.scheduler.has_unfinished
 
+    @property
+    def has_work(self) -> bool:
+        """Whether a step has anything to do, be it only to collect what nobody wants any more."""
+        return self.scheduler.has_unfinished or bool(self._in_flight)
+
     def add_request(
         self,
         prompt: TokenizedPrompt,
         sampling_params: SamplingParams,
         *,
         request_id: str | None = None,
+        priority: int = 0,
     ) -> Request:
         """Takes a request into the queue.
 
         Args:
             prompt: The prompt's tokens, and its text if it had one.
-            sampling_params: What to sample and when to stop.
+            sampling_params: What to sample, how often, and when to stop.
             request_id: The caller's name for it, unique among the unfinished ones; by default a
                 number.
+            priority: Lower is more urgent; for policies that use it.
 
         Raises:
             RequestError: The request cannot be served; everything else goes on.
         """
-        if request_id is None:
-            while str(self._next_request_number) in self._ids:
-                self._next_request_number += 1
-            request_id = str(self._next_request_number)
-        if not isinstance(request_id, str):
-            raise RequestError(f"request_id must be a str or None, got {request_id!r}")
-        if request_id in self._ids:
-            raise RequestError(
-                f"request_id={request_id!r} belongs to an unfinished request; choose another"
-            )
-        if sampling_params.stop and self._tokenizer is None:
-            raise RequestError(
-                f"stop={sampling_params.stop!r} needs the output text, but the engine has no "
-                "tokenizer (skip_tokenizer_init=True); use stop_token_ids"
-            )
-        check_sampling_params(sampling_params, vocab_size=self._vocab_size)
+        request_id = self._free_id(request_id)
+        sampling_params = with_tokenized_bad_words(sampling_params, self._tokenizer)
+        self._check(sampling_params)
+        further = params_of_further_answers(sampling_params)
         arrival = now()
-        seq = self.scheduler.add(
-            prompt.token_ids, sampling_params, request_id=request_id, arrival_time=arrival
+        first = self.scheduler.add(
+            prompt.token_ids,
+            sampling_params,
+            request_id=request_id,
+            priority=priority,
+            arrival_time=arrival,
+            cache_salt=prompt.cache_salt,
         )
+        forks = [self.scheduler.fork(first, params, request_id=request_id) for params in further]
         self._next_request_number += 1
-        request = Request(seq, prompt=prompt.text, tokenizer=self._tokenizer, arrival_time=arrival)
-        self._requests[seq.seq_id] = request
-        self._ids[request_id] = seq.seq_id
-        if self._step_log is not None:
-            self._step_log.note_added(seq)
+        request = Request(
+            request_id,
+            [first, *forks],
+            prompt=prompt.text,
+            tokenizer=self._tokenizer,
+            output_kind=sampling_params.output_kind,
+            arrival_time=arrival,
+        )
+        self._requests[request_id] = request
+        for answer in request.answers:
+            self._owners[answer.sequence.seq_id] = (request, answer)
+            if self._step_log is not None:
+                self._step_log.note_added(answer.sequence)
         return request
 
     def abort_request(self, request_id: str) -> Request | None:
-        """Ends a request now; unknown and finished ones are left alone.
+        """Ends all answers of a request now; unknown and finished requests are left alone.
 
         Returns:
             The request, or None if there was nothing to abort.
         """
-        seq_id = self._ids.get(request_id)
-        if seq_id is None:
+        request = self._requests.get(request_id)
+        if request is None:
             return None
-        self.scheduler.abort(seq_id)
-        return self._note_progress(seq_id, sampled=False)
-
-    def _note_dropped(self, plan: StepPlan) -> list[Request]:
-        # A caller may have turned its back on a request before the plan that names it.
-        known = [seq.seq_id for seq in plan.dropped if seq.seq_id in self._requests]
-        return [self._note_progress(seq_id, sampled=False) for seq_id in known]
+        for answer in request.answers:
+            if self.scheduler.abort(answer.sequence.seq_id) is not None:
+                self._note_progress(answer.sequence.seq_id, sampled=False)
+        return request
 
     def abort_all(self) -> None:
         """Ends every request."""
-        for request_id in list(self._ids):
+        for request_id in list(self._requests):
             self.abort_request(request_id)
 
     def close(self) -> None:
@@ -191,20 +199,48 @@ class Engine:
             self._step_log.close()
         self.runner.shutdown()
 
+    def _free_id(self, request_id: str | None) -> str:
+        if request_id is None:
+            while str(self._next_request_number) in self._requests:
+                self._next_request_number += 1
+            return str(self._next_request_number)
+        if not isinstance(request_id, str):
+            raise RequestError(f"request_id must be a str or None, got {request_id!r}")
+        if request_id in self._requests:
+            raise RequestError(
+                f"request_id={request_id!r} belongs to an unfinished request; choose another"
+            )
+        return request_id
+
+    def _check(self, sampling_params: SamplingParams) -> None:
+        """Refuses what this model or this engine cannot do."""
+        if sampling_params.stop and self._tokenizer is None:
+            raise RequestError(
+                f"stop={sampling_params.stop!r} needs the output text, but the engine has no "
+                "tokenizer (skip_tokenizer_init=True); use stop_token_ids"
+            )
+        check_sampling_params(sampling_params, vocab_size=self._vocab_size)
+
+    def _note_dropped(self, plan: StepPlan) -> list[Request]:
+        # A caller may have turned its back on a request before the plan that names it.
+        known = [seq.seq_id for seq in plan.dropped if seq.seq_id in self._owners]
+        return [self._note_progress(seq_id, sampled=False) for seq_id in known]
+
     def _note_progress(self, seq_id: int, *, sampled: bool = True) -> Request:
-        request = self._requests[seq_id]
-        if sampled and request.meets_stop_text():
+        request, answer = self._owners[seq_id]
+        if sampled and answer.meets_stop_text():
             self.scheduler.finish(seq_id, FinishReason.STOP)
-        request.note_progress(now(), sampled=sampled)
-        if request.is_finished:
-            self._forget(request)
+        request.note_progress(answer, now(), sampled=sampled)
+        if answer.is_finished:
+            self._forget(request, answer)
         return request
 
-    def _forget(self, request: Request) -> None:
+    def _forget(self, request: Request, answer: Answer) -> None:
         if self._step_log is not None:
-            self._step_log.note_finished(request.sequence)
-        self._requests.pop(request.sequence.seq_id, None)
-        self._ids.pop(request.request_id, None)
+            self._step_log.note_finished(answer.sequence)
+        self._owners.pop(answer.sequence.seq_id, None)
+        if request.is_finished:
+            self._requests.pop(request.request_id, None)
 
     @contextmanager
     def _dropping_requests_on_failure(self) -> Iterator[None]:
@@ -222,8 +258,8 @@ class Engine:
                 dropped = {entry.seq_id: 0 for entry in plan.sequences if entry.samples}
                 self.scheduler.commit(plan, dropped)
             self.runner.reset()
-            for request in list(self._requests.values()):
-                if request.is_finished:
-                    request.note_progress(now(), sampled=False)
-                    self._forget(request)
+            for request, answer in list(self._owners.values()):
+                if answer.is_finished:
+                    request.note_progress(answer, now(), sampled=False)
+                    self._forget(request, answer)
             raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -11,22 +11,21 @@ from tqdm import tqdm
 from nv_core import RequestError, SamplingParams
 from nv_models import ModelConfig
 from nv_runtime.builder import EngineParts, build_engine
+from nv_runtime.conversation import Message, render_conversation, split_conversations
 from nv_runtime.engine import Engine
-from nv_runtime.engine_config import EngineConfig
 from nv_runtime.outputs import RequestOutput
 from nv_runtime.prompt import (
     Prompt,
     TokensPrompt,
+    split_priorities,
     split_prompts,
     split_sampling_params,
     tokenize_prompt,
 )
 from nv_runtime.request import Request, now
 from nv_runtime.stream import OutputStream
-from nv_runtime.tokenizer import Tokenizer
-
-Message = Mapping[str, Any]
-"""One turn of a conversation: `{"role": ..., "content": ...}`."""
+from nv_runtime.tokenizer import Tokenizer, require_tokenizer
+from nv_runtime.vllm_options import engine_config_of, refuse_unsupported
 
 
 class LLM:
@@ -41,14 +40,15 @@ class LLM:
 
         Args:
             model: A local directory, a `.gguf` file, or a Hub id such as `Qwen/Qwen3-0.6B`.
-            **options: The other fields of `nv_runtime.EngineConfig`, by name.
+            **options: The other fields of `nv_runtime.EngineConfig`, by name. Further options of
+                vLLM are understood at the values that ask for nothing.
 
         Raises:
             TypeError: An unknown option; the message names the nearest known one.
             NvError: The options, the checkpoint or the memory do not allow it; the message says
                 what to change.
         """
-        self.config = EngineConfig(model=model, **options)
+        self.config = engine_config_of(model, options)
         self._parts: EngineParts | None = build_engine(self.config)
 
     def generate(
@@ -56,7 +56,10 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
+        priority: int | Sequence[int] | None = None,
+        tokenization_kwargs: None = None,
     ) -> list[RequestOutput]:
         """Completes prompts.
 
@@ -64,18 +67,25 @@ class LLM:
             prompts: One prompt or a list: text, `{"prompt": text}`,
                 `{"prompt_token_ids": [...]}`, or a list of token ids.
             sampling_params: One for all, one for each, or None for the model's defaults.
-            use_tqdm: Whether to show a progress bar on standard error.
+            use_tqdm: Whether to show a progress bar on standard error, or what makes the bar in
+                place of `tqdm.tqdm`.
+            lora_request: Not supported.
+            priority: One for all or one for each; lower is more urgent, under a policy that uses
+                it.
+            tokenization_kwargs: Not supported.
 
         Returns:
-            One output per prompt, in the order of the prompts.
+            One output per prompt, in the order of the prompts, with `n` answers each. They are
+            complete, whatever `output_kind` says.
 
         Raises:
             RequestError: A prompt or its parameters cannot be served; none of the prompts is
                 left running.
         """
-        requests = self._add_requests(prompts, sampling_params)
+        refuse_unsupported(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        requests = self._add_requests(prompts, sampling_params, priority)
         engine = self._open_parts().engine
-        progress = _Progress(requests, disable=not use_tqdm)
+        progress = _Progress(requests, use_tqdm)
         try:
             while progress.is_open:
                 engine.step()
@@ -89,25 +99,34 @@ class LLM:
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,  # noqa: FBT001, FBT002 - its place in vLLM
+        use_tqdm: bool | Callable[..., Any] = True,  # noqa: FBT001, FBT002 - its place in vLLM
+        lora_request: None = None,
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template_content_format: str = "auto",
+        tokenization_kwargs: None = None,
+        mm_processor_kwargs: None = None,
     ) -> list[RequestOutput]:
         """Answers conversations.
 
         Args:
             messages: One conversation or a list of them; each is a list of messages.
             sampling_params: One for all, one for each, or None for the model's defaults.
-            use_tqdm: Whether to show a progress bar on standard error.
+            use_tqdm: See `generate`.
+            lora_request: Not supported.
             chat_template: A Jinja template to use instead of the model's.
             add_generation_prompt: Whether the rendered text ends by opening the answer.
             continue_final_message: Whether the answer goes on in the last message instead.
             tools: Descriptions of tools for the template.
             chat_template_kwargs: Further variables of the template, such as `enable_thinking`.
+            chat_template_content_format: Only "auto": the template's own code tells whether it
+                reads contents as text or as parts.
+            tokenization_kwargs: Not supported.
+            mm_processor_kwargs: Not supported.
 
         Returns:
             One output per conversation, in order.
@@ -115,7 +134,15 @@ class LLM:
         Raises:
             RequestError: A conversation cannot be rendered or served.
         """
-        conversations = _split_conversations(messages)
+        refuse_unsupported(
+            lora_request=lora_request,
+            tokenization_kwargs=tokenization_kwargs,
+            mm_processor_kwargs=mm_processor_kwargs,
+            chat_template_content_format=None
+            if chat_template_content_format == "auto"
+            else chat_template_content_format,
+        )
+        conversations = split_conversations(messages)
         prompts = []
         for index, conversation in enumerate(conversations):
             try:
@@ -161,37 +188,39 @@ class LLM:
         Raises:
             RequestError: The conversation cannot be rendered.
         """
-        tokenizer = self.get_tokenizer()
-        text = tokenizer.apply_chat_template(
+        return render_conversation(
+            self.get_tokenizer(),
             messages,
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             tools=tools,
-            **(chat_template_kwargs or {}),
+            chat_template_kwargs=chat_template_kwargs,
         )
-        token_ids = tokenizer.encode(text, add_special_tokens=False)
-        return {"prompt": text, "prompt_token_ids": token_ids}
 
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] | None = None,
     ) -> OutputStream:
         """Completes prompts and yields each answer as it grows.
 
         Args:
             prompts: As for `generate`.
-            sampling_params: As for `generate`.
+            sampling_params: As for `generate`. The `output_kind` of each decides whether its
+                outputs hold the answer so far, what is new of it, or come once at the end.
+            priority: As for `generate`.
 
         Returns:
-            An iterator over cumulative outputs, one whenever a request has new tokens; the last
-            of each request has `finished` set. Closing the iterator aborts what is unfinished.
+            An iterator over outputs, one whenever a request has new tokens; the last of each
+            request has `finished` set. Closing the iterator aborts what is unfinished.
 
         Raises:
             RequestError: At the call, not at the first step: a prompt cannot be served.
         """
-        requests = self._add_requests(prompts, sampling_params)
+        requests = self._add_requests(prompts, sampling_params, priority)
         return OutputStream(self._open_parts().engine, requests)
 
     def get_tokenizer(self) -> Tokenizer:
@@ -200,12 +229,7 @@ class LLM:
         Raises:
             RequestError: The engine was made with `skip_tokenizer_init=True`.
         """
-        tokenizer = self._open_parts().tokenizer
-        if tokenizer is None:
-            raise RequestError(
-                "the engine has no tokenizer (skip_tokenizer_init=True); pass token ids"
-            )
-        return tokenizer
+        return require_tokenizer(self._open_parts().tokenizer)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Returns the parameters of requests that bring none."""
@@ -247,15 +271,17 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: int | Sequence[int] | None,
     ) -> list[Request]:
         parts = self._open_parts()
         items = split_prompts(prompts)
         params = split_sampling_params(sampling_params, parts.default_sampling_params, len(items))
+        priorities = split_priorities(priority, len(items))
         requests: list[Request] = []
         try:
-            for item, item_params in zip(items, params, strict=True):
+            for item, item_params, urgency in zip(items, params, priorities, strict=True):
                 tokenized = tokenize_prompt(item, parts.tokenizer)
-                requests.append(parts.engine.add_request(tokenized, item_params))
+                requests.append(parts.engine.add_request(tokenized, item_params, priority=urgency))
         except BaseException as error:
             self._abort_unfinished(requests)
             if len(items) == 1 or not isinstance(error, RequestError):
@@ -279,16 +305,14 @@ class LLM:
 class _Progress:
     """A bar over finished requests with the rates of the tokens so far."""
 
-    def __init__(self, requests: list[Request], *, disable: bool) -> None:
+    def __init__(self, requests: list[Request], use_tqdm: bool | Callable[..., Any]) -> None:  # noqa: FBT001 - vLLM's name and kind
         self._open = requests
         self._requests = requests
         self._start = now()
-        self._bar = tqdm(
-            total=len(requests),
-            desc="Processed prompts",
-            disable=disable,
-            dynamic_ncols=True,
-        )
+        self._bar: Any = None
+        if use_tqdm:
+            make_bar = use_tqdm if callable(use_tqdm) else tqdm
+            self._bar = make_bar(total=len(requests), desc="Processed prompts", dynamic_ncols=True)
 
     @property
     def is_open(self) -> bool:
@@ -298,12 +322,12 @@ class _Progress:
         still_open = [request for request in self._open if not request.is_finished]
         num_finished = len(self._open) - len(still_open)
         self._open = still_open
-        if not self._bar.disable and num_finished:
+        if self._bar is not None and num_finished:
             seconds = max(now() - self._start, 1e-9)
             num_input = sum(
-                r.sequence.num_prompt_tokens for r in self._requests if r.metrics.first_token_time
+                r.num_prompt_tokens for r in self._requests if r.metrics.first_token_time
             )
-            num_output = sum(r.sequence.num_output_tokens for r in self._requests)
+            num_output = sum(r.num_output_tokens for r in self._requests)
             self._bar.set_postfix_str(
                 f"est. speed input: {num_input / seconds:.2f} toks/s, "
                 f"output: {num_output / seconds:.2f} toks/s",
@@ -312,19 +336,5 @@ class _Progress:
             self._bar.update(num_finished)
 
     def close(self) -> None:
-        self._bar.close()
-
-
-def _split_conversations(
-    messages: Sequence[Message] | Sequence[Sequence[Message]],
-) -> list[Sequence[Message]]:
-    if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
-        raise RequestError(
-            "messages must be a list of messages, or a list of such lists, got "
-            f"{type(messages).__name__}"
-        )
-    if not messages:
-        raise RequestError("messages is empty; a conversation needs at least one message")
-    if isinstance(messages[0], Mapping):
-        return [messages]  # type: ignore[list-item]
-    return list(messages)  # type: ignore[arg-type]
+        if self._bar is not None:
+            self._bar.close()

@@ -6,7 +6,7 @@ A prompt is text, `{"prompt": text}`, `{"prompt_token_ids": [...]}` or a list of
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any, TypedDict, cast
 
@@ -17,9 +17,10 @@ from nv_runtime.tokenizer import Tokenizer
 
 
 class TextPrompt(TypedDict):
-    """A prompt given as text."""
+    """A prompt given as text; for `cache_salt` see `nv_core.Scheduler.add`."""
 
     prompt: str
+    cache_salt: NotRequired[str]
 
 
 class TokensPrompt(TypedDict):
@@ -27,10 +28,14 @@ class TokensPrompt(TypedDict):
 
     prompt_token_ids: Sequence[int]
     prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
 
 
 Prompt = str | TextPrompt | TokensPrompt | Sequence[int]
 """One prompt, in any of its forms."""
+
+
+_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 
 
 @dataclass(frozen=True)
@@ -40,10 +45,12 @@ class TokenizedPrompt:
     Attributes:
         text: The text it was given as; None if it was given as token ids.
         token_ids: Its tokens; not checked yet.
+        cache_salt: Only prompts of the same salt share cached prefixes; not checked yet.
     """
 
     text: str | None
     token_ids: list[int]
+    cache_salt: str | None = None
 
 
 def split_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -99,34 +106,66 @@ def split_sampling_params(
     return list(sampling_params)
 
 
+def split_priorities(priority: int | Sequence[int] | None, num_prompts: int) -> list[int]:
+    """Gives each prompt its priority; 0 where none was given.
+
+    Args:
+        priority: None, one for all prompts, or one for each.
+        num_prompts: How many prompts there are.
+
+    Raises:
+        RequestError: The number of priorities differs from that of the prompts.
+    """
+    if priority is None or not isinstance(priority, Sequence):
+        return [0 if priority is None else priority] * num_prompts
+    if len(priority) != num_prompts:
+        raise RequestError(
+            f"priority has {len(priority)} entries for {num_prompts} prompts; give one for all or "
+            "one for each"
+        )
+    return list(priority)
+
+
 def tokenize_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> TokenizedPrompt:
     """Turns any form of a prompt into tokens.
 
     Raises:
         RequestError: The form is unknown, or text came without a tokenizer to read it.
     """
+    if not isinstance(prompt, Mapping):
+        return _tokenize(prompt, tokenizer)
+    fields = {key: value for key, value in prompt.items() if value is not None}
+    if fields.keys() - _KEYS or not fields.keys() & {"prompt", "prompt_token_ids"}:
+        raise RequestError(
+            "a prompt mapping has 'prompt' or 'prompt_token_ids', perhaps 'cache_salt', and no "
+            f"other keys (only text models are served), got {list(prompt)}"
+        )
+    salt: Any = fields.get("cache_salt")
+    text: Any = fields.get("prompt")
+    if "prompt_token_ids" in fields:
+        return TokenizedPrompt(text, _as_token_ids(fields["prompt_token_ids"]), salt)
+    return replace(_tokenize(text, tokenizer), cache_salt=salt)
+
+
+def is_text(prompt: Prompt) -> bool:
+    """Whether a prompt must be tokenised, which takes time when it is long."""
     if isinstance(prompt, Mapping):
-        mapping = cast("Mapping[str, Any]", prompt)
-        if "prompt_token_ids" in mapping:
-            return TokenizedPrompt(
-                mapping.get("prompt"), _as_token_ids(mapping["prompt_token_ids"])
-            )
-        if "prompt" not in mapping:
-            raise RequestError(
-                f"a prompt mapping needs 'prompt' or 'prompt_token_ids', got keys {list(mapping)}"
-            )
-        prompt = mapping["prompt"]
-    if isinstance(prompt, str):
-        if tokenizer is None:
-            raise RequestError(
-                "prompt is text, but the engine has no tokenizer (skip_tokenizer_init=True); "
-                "pass token ids"
-            )
-        token_ids = tokenizer.encode(prompt)
-        if not token_ids:
-            raise RequestError("the prompt is empty: its text has no tokens")
-        return TokenizedPrompt(prompt, token_ids)
-    return TokenizedPrompt(None, _as_token_ids(prompt))
+        return prompt.get("prompt_token_ids") is None
+    return isinstance(prompt, str)
+
+
+def _tokenize(prompt: object, tokenizer: Tokenizer | None) -> TokenizedPrompt:
+    if not isinstance(prompt, str):
+        return TokenizedPrompt(None, _as_token_ids(prompt))
+    if tokenizer is None:
+        raise RequestError(
+            "prompt is text, but the engine has no tokenizer (skip_tokenizer_init=True); "
+            "pass token ids"
+        )
+    token_ids = tokenizer.encode(prompt)
+    if not token_ids:
+        raise RequestError("the prompt is empty: its text has no tokens")
+    return TokenizedPrompt(prompt, token_ids)
 
 
 def _as_token_ids(value: object) -> list[int]:

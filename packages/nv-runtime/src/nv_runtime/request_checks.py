@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from nv_core import RequestError, SamplingParams
 
 _UNBUILT = (
-    "n",
     "presence_penalty",
     "frequency_penalty",
     "logit_bias",

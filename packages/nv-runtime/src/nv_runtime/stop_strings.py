@@ -24,12 +24,16 @@ class StopMatch(NamedTuple):
 
 
 class StopStrings:
-    """The stop texts of one request."""
+    """The stop texts of one request.
+
+    Attributes:
+        texts: The stop texts; perhaps none.
+    """
 
     def __init__(self, stops: Sequence[str]) -> None:
         """Takes the texts, each of at least one character."""
-        self._stops = tuple(stops)
-        self._longest = max(map(len, self._stops), default=0)
+        self.texts = tuple(stops)
+        self._longest = max(map(len, self.texts), default=0)
 
     def find(self, text: str, *, num_searched: int) -> StopMatch | None:
         """Finds the stop text that is complete first.
@@ -44,7 +48,7 @@ class StopStrings:
         """
         matches = [
             StopMatch(start, stop)
-            for stop in self._stops
+            for stop in self.texts
             if (start := text.find(stop, max(0, num_searched - len(stop) + 1))) >= 0
         ]
         return min(matches, key=lambda match: (match.end, match.start), default=None)
@@ -53,6 +57,6 @@ class StopStrings:
         """How many characters at the end of a text may be the beginning of a stop text."""
         for count in range(min(self._longest - 1, len(text)), 0, -1):
             tail = text[-count:]
-            if any(stop.startswith(tail) for stop in self._stops):
+            if any(stop.startswith(tail) for stop in self.texts):
                 return count
         return 0

@@ -11,7 +11,7 @@ from nv_runtime.request import Request
 
 
 class OutputStream(Iterator[RequestOutput]):
-    """Drives the engine and yields each request's cumulative output when it has news.
+    """Drives the engine and yields each request's output, of its kind, when it has news.
 
     Several streams may share an engine: whichever is advanced runs the steps of all. Closing a
     stream, leaving its `with` block or dropping it aborts the requests that are unfinished.
@@ -30,7 +30,7 @@ class OutputStream(Iterator[RequestOutput]):
     def __next__(self) -> RequestOutput:
         while self._open:
             for position, request in enumerate(self._open):
-                if request.has_news or request.is_finished:
+                if request.has_news:
                     output = request.take_output()
                     # Those before it had no news: look at those behind it first next time.
                     self._open = self._open[position + 1 :] + self._open[: position + 1]

@@ -29,7 +29,7 @@ from nv_runtime.gguf_tokenizer import build_gguf_tokenizer
 if TYPE_CHECKING:
     from nv_models import Checkpoint
 
-__all__ = ["Tokenizer", "load_tokenizer", "load_tokenizer_from_directory"]
+__all__ = ["Tokenizer", "load_tokenizer", "load_tokenizer_from_directory", "require_tokenizer"]
 
 _SPECIAL_NAMES = (
     "bos_token",
@@ -136,18 +136,24 @@ class Tokenizer:
         return decoder.push(token_ids) + decoder.finish()
 
     def stream_decoder(
-        self, *, skip_special_tokens: bool = True, continues_text: bool = False
+        self,
+        *,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+        continues_text: bool = False,
     ) -> StreamDecoder:
         """Makes a decoder for tokens that arrive a few at a time.
 
         Args:
             skip_special_tokens: Whether special tokens add no text.
+            spaces_between_special_tokens: See `StreamDecoder`.
             continues_text: Whether the tokens carry on an earlier text; a leading space is then
                 kept, which `decode` drops for word-mark tokenizers such as Llama 2's.
         """
         return StreamDecoder(
             self._token_bytes,
             skip_special_tokens=skip_special_tokens,
+            spaces_between_special_tokens=spaces_between_special_tokens,
             continues_text=continues_text,
         )
 
@@ -227,6 +233,17 @@ class Tokenizer:
             variables=template_kwargs,
         )
         return self.encode(text, add_special_tokens=False) if tokenize else text
+
+
+def require_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
+    """Returns the tokenizer.
+
+    Raises:
+        RequestError: There is none.
+    """
+    if tokenizer is None:
+        raise RequestError("the engine has no tokenizer (skip_tokenizer_init=True); pass token ids")
+    return tokenizer
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:

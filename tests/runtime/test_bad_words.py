@@ -1,0 +1,55 @@
+"""Bad words: which runs of tokens a text stands for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nv_core import RequestError, SamplingParams
+from nv_runtime.bad_words import with_tokenized_bad_words
+from nv_runtime.tokenizer import Tokenizer, load_tokenizer_from_directory
+from tiny_tokenizers import KINDS, save_tokenizer
+
+
+@pytest.fixture(scope="module", params=sorted(KINDS))
+def tokenizer(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Tokenizer:
+    path: Path = save_tokenizer(request.param, tmp_path_factory.mktemp(request.param))
+    return load_tokenizer_from_directory(path)
+
+
+def runs_of(tokenizer: Tokenizer | None, *words: Any) -> list[tuple[int, ...]]:  # noqa: ANN401
+    params = SamplingParams(bad_words=list(words), seed=3)
+    resolved = with_tokenized_bad_words(params, tokenizer)
+    assert resolved.seed == 3
+    return [tuple(word) for word in resolved.bad_words if not isinstance(word, str)]
+
+
+@pytest.mark.parametrize("word", ["fox", "the", "quick", "世界", "it's", "x y"])
+def test_a_word_is_meant_with_and_without_a_space(tokenizer: Tokenizer, word: str) -> None:
+    plain = tokenizer.encode(word, add_special_tokens=False)
+    spaced = tokenizer.encode(" " + word, add_special_tokens=False)
+    runs = runs_of(tokenizer, word)
+    assert runs[0] == tuple(plain)
+    # The spelling with a space counts where it is as long and begins otherwise, as in vLLM.
+    is_other = len(spaced) == len(plain) and spaced[0] != plain[0]
+    assert runs[1:] == ([tuple(spaced)] if is_other else [])
+    assert runs_of(tokenizer, "  " + word) == runs
+
+
+def test_tokens_are_taken_as_they_are_and_nothing_twice(tokenizer: Tokenizer) -> None:
+    assert runs_of(tokenizer, [1, 2], [3], [1, 2]) == [(1, 2), (3,), (1, 2)]
+    mixed = runs_of(tokenizer, [1, 2], "fox", "fox", [1, 2])
+    assert len(mixed) == len(set(mixed))
+    assert mixed[0] == (1, 2)
+    nothing = SamplingParams()
+    assert with_tokenized_bad_words(nothing, tokenizer) is nothing
+
+
+def test_texts_need_a_tokenizer() -> None:
+    assert runs_of(None, [1, 2]) == [(1, 2)]
+    with pytest.raises(RequestError, match=r"bad_words=\['fox'\] holds text.*token ids"):
+        runs_of(None, "fox")
