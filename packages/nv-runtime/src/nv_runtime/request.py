@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 
 from nv_core import RequestOutputKind, SamplingParams, Sequence
 from nv_runtime.answer import Answer
@@ -22,6 +21,8 @@ class Request:
         request_id: The caller's or the engine's name for it.
         answers: One for each that was asked for, in order of their indices.
         metrics: Times in seconds of `time.monotonic`.
+        is_finished: Whether all answers are complete.
+        has_news: Whether there is something for `take_output` that was not taken before.
     """
 
     def __init__(
@@ -50,21 +51,11 @@ class Request:
             for index, sequence in enumerate(sequences)
         )
         self.metrics = RequestMetrics(arrival_time=arrival_time)
+        self.is_finished = False
+        self.has_news = False
         self._prompt = prompt
         self._prompt_token_ids = sequences[0].prompt_token_ids
         self._output_kind = output_kind
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether all answers are complete."""
-        return all(answer.is_finished for answer in self.answers)
-
-    @property
-    def has_news(self) -> bool:
-        """Whether there is something to take that was not taken before."""
-        if self._output_kind is RequestOutputKind.FINAL_ONLY and not self.is_finished:
-            return False
-        return any(answer.has_news for answer in self.answers)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -92,24 +83,31 @@ class Request:
             metrics.last_token_time = now
         if answer.is_finished:
             answer.note_end()
-            if self.is_finished:
+            if all(other.is_finished for other in self.answers):
+                self.is_finished = True
                 metrics.finished_time = now
+        if self.is_finished or self._output_kind is not RequestOutputKind.FINAL_ONLY:
+            self.has_news = True
 
     def take_output(self) -> RequestOutput:
         """Returns the answers so far, or what is new of them, as `output_kind` says."""
+        self.has_news = False
         delta = self._output_kind is RequestOutputKind.DELTA
-        told = [answer for answer in self.answers if answer.has_news] if delta else self.answers
-        sequences = [answer.sequence for answer in self.answers]
-        self.metrics.num_preemptions = sum(seq.num_preemptions for seq in sequences)
+        outputs, num_preemptions = [], 0
+        for answer in self.answers:
+            num_preemptions += answer.sequence.num_preemptions
+            if answer.has_news or not delta:
+                outputs.append(answer.take(delta=delta))
+        self.metrics.num_preemptions = num_preemptions
         return RequestOutput(
             request_id=self.request_id,
             prompt=self._prompt,
             prompt_token_ids=self._prompt_token_ids,
-            outputs=[answer.take(delta=delta) for answer in told],
+            outputs=outputs,
             finished=self.is_finished,
             # The others find the prompt with the first one.
-            num_cached_tokens=sequences[0].num_cached_tokens,
-            metrics=replace(self.metrics),
+            num_cached_tokens=self.answers[0].sequence.num_cached_tokens,
+            metrics=self.metrics.copy(),
         )
 
 

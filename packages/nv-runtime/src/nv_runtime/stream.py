@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from types import TracebackType
 
@@ -25,24 +26,26 @@ class OutputStream(Iterator[RequestOutput]):
             requests: The requests to follow.
         """
         self._engine = engine
-        self._open = requests
+        self._open = deque(requests)
 
     def __next__(self) -> RequestOutput:
         while self._open:
-            for position, request in enumerate(self._open):
-                if request.has_news:
-                    output = request.take_output()
-                    # Those before it had no news: look at those behind it first next time.
-                    self._open = self._open[position + 1 :] + self._open[: position + 1]
-                    if output.finished:
-                        self._open.pop()
-                    return output
+            for _ in range(len(self._open)):
+                # Those looked at go to the end: the next call begins with the others.
+                request = self._open.popleft()
+                if not request.has_news:
+                    self._open.append(request)
+                    continue
+                output = request.take_output()
+                if not output.finished:
+                    self._open.append(request)
+                return output
             self._engine.step()
         raise StopIteration
 
     def close(self) -> None:
         """Aborts what is unfinished; calling it again does nothing."""
-        requests, self._open = self._open, []
+        requests, self._open = self._open, deque()
         for request in requests:
             # The id of one that has ended may be another's by now.
             if not request.is_finished:
