@@ -12,7 +12,7 @@ import pytest
 import tiny_checkpoints
 from nv_core import ConfigError, RequestError, SamplingParams, Step
 from nv_core.policies import Mixed
-from nv_runtime import LLM, EngineConfig
+from nv_runtime import LLM, AsyncLLM, EngineConfig
 from nv_runtime.vllm_options import _UNBUILT, _WITHOUT_EFFECT, engine_config_of
 from tiny_engines import assert_idle, options, tokens_of
 
@@ -104,7 +104,7 @@ def test_unknown_options_name_the_nearest_of_all() -> None:
         engine_config_of("m", {"max_modle_len": 1})
 
 
-@pytest.mark.parametrize("make", [LLM])
+@pytest.mark.parametrize("make", [LLM, AsyncLLM])
 def test_both_front_doors_know_them(make: type) -> None:
     with pytest.raises(ConfigError, match="enable_lora=True is not supported"):
         make("nowhere", enable_lora=True)

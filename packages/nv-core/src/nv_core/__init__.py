@@ -6,7 +6,14 @@ requests and sampled tokens into step plans. It needs no torch and no GPU.
 
 from nv_core.block_manager import BlockManager
 from nv_core.config import SchedulerConfig
-from nv_core.errors import CapacityError, ConfigError, NvError, RequestError, SchedulingError
+from nv_core.errors import (
+    CapacityError,
+    ConfigError,
+    EngineDeadError,
+    NvError,
+    RequestError,
+    SchedulingError,
+)
 from nv_core.plan import ScheduledSequence, StepPlan
 from nv_core.policies import (
     Deadline,
@@ -35,6 +42,7 @@ __all__ = [
     "CapacityError",
     "ConfigError",
     "Deadline",
+    "EngineDeadError",
     "Explanation",
     "Fair",
     "FinishReason",

@@ -24,3 +24,7 @@ class CapacityError(NvError, RuntimeError):
 
 class SchedulingError(NvError, RuntimeError):
     """A policy or a caller broke the scheduler's protocol, or a step made no progress."""
+
+
+class EngineDeadError(NvError, RuntimeError):
+    """The engine behind a front door has failed and serves no more requests."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from nv_core import (
     CapacityError,
     ConfigError,
+    EngineDeadError,
     NvError,
     RequestError,
     RequestOutputKind,
@@ -17,6 +18,7 @@ from nv_core import (
 )
 
 if TYPE_CHECKING:
+    from nv_runtime.async_llm import AsyncLLM
     from nv_runtime.engine_config import EngineConfig
     from nv_runtime.llm import LLM
     from nv_runtime.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -26,10 +28,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CapacityError",
     "CompletionOutput",
     "ConfigError",
     "EngineConfig",
+    "EngineDeadError",
     "NvError",
     "RequestError",
     "RequestMetrics",
@@ -43,6 +47,7 @@ __all__ = [
 
 _HOME_OF = {
     "LLM": "nv_runtime.llm",
+    "AsyncLLM": "nv_runtime.async_llm",
     "EngineConfig": "nv_runtime.engine_config",
     "CompletionOutput": "nv_runtime.outputs",
     "RequestMetrics": "nv_runtime.outputs",
