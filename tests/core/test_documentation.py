@@ -69,7 +69,7 @@ def test_page_on_scheduling_names_everything_that_there_is() -> None:
 def test_readme_names_every_file() -> None:
     package = README.parent / "src" / "nv_core"
     text = README.read_text("utf-8")
-    internal = {"__init__.py", "errors.py", "keywords.py"}
+    internal = {"__init__.py", "__main__.py", "errors.py", "keywords.py"}
     for path in package.rglob("*.py"):
         indent = "  " * len(path.relative_to(package).parts)
         assert path.name in internal or f"\n{indent}{path.name} " in text

@@ -351,7 +351,6 @@ def record_plan(
 _REQUEST_FIELDS = tuple(f.name for f in fields(RequestRecord))
 _REQUEST_DEFAULTS = {f.name: f.default for f in fields(RequestRecord)}
 _END_FIELDS = ("num_cached_tokens", "num_preemptions", "finished_s", "finish_reason", "message")
-_TIMES = ("planned_s", "launched_s", "done_s")
 
 
 class StepLogWriter:
@@ -379,8 +378,6 @@ class StepLogWriter:
     def add_step(self, step: StepRecord) -> None:
         """See `StepLogSink`. What is as in most steps is left out; see `read_step_log`."""
         line: dict[str, Any] = {"event": "step", **step._asdict()}
-        for name in _TIMES:
-            line[name] = round(line[name], 7)
         line["computed"] = list(step.computed)
         if step.num_scheduled_tokens == len(step.seq_ids):
             del line["scheduled"]

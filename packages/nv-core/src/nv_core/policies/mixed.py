@@ -132,7 +132,13 @@ class Mixed:
 
     def candidates(self, step: Step) -> Iterable[Sequence]:
         """Waiting sequences in the order in which they are asked."""
-        return list(islice(step.waiting, min(step.slots, step.budget) + WINDOW))
+        first = step.waiting.first()
+        if first is None:
+            return
+        yield first
+        # Most steps under load end at the first: they need not pay for a copy of the others.
+        window = min(step.slots, step.budget) + WINDOW
+        yield from [seq for seq in islice(step.waiting, window) if seq is not first]
 
     def may_pass(self, step: Step, refused: Sequence) -> bool:
         """Whether sequences behind one that was refused may be asked."""

@@ -1,0 +1,284 @@
+"""Shared options, and the workload, limits and latency model that they describe."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+from tqdm import tqdm
+
+from nv_core.config import SchedulerConfig
+from nv_core.errors import ConfigError
+from nv_core.policies import SHIPPED_POLICIES, Policy
+from nv_core.sim.capacity import Capacity, plan_capacity
+from nv_core.sim.fit import fit
+from nv_core.sim.hardware import HARDWARE, Hardware, find_hardware
+from nv_core.sim.latency import LatencyModel, RooflineLatency
+from nv_core.sim.metrics import SLO
+from nv_core.sim.model_shape import MODELS, ModelShape, find_model
+from nv_core.sim.readers import read_workload
+from nv_core.sim.simulator import simulate
+from nv_core.sim.synthetic import LOOK_ALIKES
+from nv_core.sim.workload import Workload
+from nv_core.step_log import StepLog, read_step_log
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+RECORDED_BLOCKS = 8_192
+"""Block tables are recorded for pools up to this size, since larger ones are not drawn."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """The shared options; see their help texts."""
+
+    workload: str
+    num_requests: int | None
+    rate: float | None
+    seed: int
+    model: str
+    gpu: str
+    tensor_parallel_size: int
+    fit_log: Path | None
+    num_blocks: int | None
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int | None
+    prefix_caching: bool
+    steps_ahead: int
+    ttft_ms: float | None
+    tpot_ms: float | None
+    e2e_ms: float | None
+
+    @property
+    def slo(self) -> SLO:
+        """The objectives."""
+        ttft, tpot, e2e = (
+            None if ms is None else ms / 1000 for ms in (self.ttft_ms, self.tpot_ms, self.e2e_ms)
+        )
+        return SLO(ttft_s=ttft, tpot_s=tpot, e2e_s=e2e)
+
+    @property
+    def shape(self) -> ModelShape:
+        """The model."""
+        return load_shape(self.model)
+
+    @property
+    def hardware(self) -> Hardware:
+        """The GPU."""
+        return find_hardware(self.gpu)
+
+    def make_workload(self, seed: int | None = None) -> Workload:
+        """Makes or reads the requests, and says how many lines could not be read."""
+        seed = self.seed if seed is None else seed
+        if self.workload in LOOK_ALIKES:
+            options = {} if self.num_requests is None else {"num_requests": self.num_requests}
+            workload = LOOK_ALIKES[self.workload](seed=seed, **options)
+        else:
+            if not Path(self.workload).exists():
+                raise ConfigError(
+                    f"workload must be a file or one of {', '.join(LOOK_ALIKES)}, got "
+                    f"{self.workload!r}"
+                )
+            workload = read_workload(self.workload)
+            if self.num_requests is not None:
+                workload = workload.first(self.num_requests)
+        if workload.problems:
+            click.echo(f"{len(workload.problems)} lines were left out:", err=True)
+            for problem in workload.problems[:5]:
+                click.echo(f"  {problem}", err=True)
+        return workload if self.rate is None else workload.at_rate(self.rate)
+
+    def make_capacity(self) -> Capacity:
+        """Works out the KV pool."""
+        return plan_capacity(
+            self.shape,
+            self.hardware,
+            tensor_parallel_size=self.tensor_parallel_size,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_seqs=self.max_num_seqs,
+            max_model_len=self.max_model_len or 32768,
+            block_size=self.block_size,
+            num_blocks=self.num_blocks,
+        )
+
+    def make_config(self, policy: str | Policy) -> SchedulerConfig:
+        """Makes the limits; the pool is what the GPU holds unless it was given."""
+        capacity = self.make_capacity()
+        if capacity.num_blocks < 1:
+            raise ConfigError(
+                f"{self.model} does not fit {self.tensor_parallel_size} x {self.gpu}; "
+                "see nv-sim plan"
+            )
+        return SchedulerConfig(
+            num_blocks=capacity.num_blocks,
+            block_size=self.block_size,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            enable_prefix_caching=self.prefix_caching,
+            policy=policy,
+        )
+
+    def make_latency(self) -> LatencyModel:
+        """Makes the latency model: fitted to a log if there is one, else from the data sheets."""
+        if self.fit_log is not None:
+            fitted = fit(read_step_log(self.fit_log))
+            click.echo(
+                f"fitted to {fitted.num_steps} steps; error on steps held out "
+                f"{fitted.held_out_error:.1%}",
+                err=True,
+            )
+            return fitted.latency
+        return RooflineLatency(
+            self.shape, self.hardware, tensor_parallel_size=self.tensor_parallel_size
+        )
+
+    def simulate(
+        self, workload: Workload, policy: str, *, log_path: Path | None = None, quiet: bool
+    ) -> StepLog:
+        """Runs the workload under a policy, with a progress bar on standard error."""
+        config = self.make_config(load_policy(policy))
+        bar = tqdm(total=len(workload), desc=policy, disable=quiet, leave=False)
+
+        def on_progress(num_ended: int, total: int) -> None:
+            del total
+            bar.update(num_ended - bar.n)
+
+        with closing(bar):
+            log = simulate(
+                workload,
+                config,
+                self.make_latency(),
+                num_steps_ahead=self.steps_ahead,
+                record_blocks=config.num_blocks <= RECORDED_BLOCKS,
+                model=self.shape,
+                device=f"{self.tensor_parallel_size} x {self.gpu}, simulated",
+                on_progress=on_progress,
+            )
+        if log_path is not None:
+            log.save(log_path)
+        return log
+
+
+def load_shape(name: str) -> ModelShape:
+    """Returns a model's shape by its name, or from its `config.json`.
+
+    Raises:
+        ConfigError: There is no such model or file, or the file is no config.
+    """
+    path = Path(name)
+    if not path.exists():
+        return find_model(name)
+    if path.is_dir():
+        path = path / "config.json"
+    try:
+        return ModelShape.from_config(json.loads(path.read_text("utf-8")), name=Path(name).name)
+    except ValueError as error:
+        raise ConfigError(f"{path} is no config of a model: {error}") from error
+
+
+def load_policy(text: str) -> str | Policy:
+    """Returns a policy by its name, or makes one: `module:Class` or `file.py:Class`.
+
+    Raises:
+        ConfigError: There is no such policy.
+    """
+    if text in SHIPPED_POLICIES:
+        return text
+    source, colon, name = text.rpartition(":")
+    if not colon:
+        raise ConfigError(
+            f"policy must be one of {', '.join(SHIPPED_POLICIES)}, or module:Class, or "
+            f"file.py:Class, got {text!r}"
+        )
+    try:
+        module = _load_file(Path(source)) if source.endswith(".py") else _load_module(source)
+        policy = getattr(module, name)()
+    except (ImportError, AttributeError, TypeError, OSError) as error:
+        raise ConfigError(f"policy {text!r} cannot be made: {error}") from error
+    if not callable(getattr(policy, "schedule", None)):
+        raise ConfigError(f"policy {text!r} has no method schedule(step)")
+    made: Policy = policy
+    return made
+
+
+def _load_module(name: str) -> Any:  # noqa: ANN401 - whatever the module holds
+    return importlib.import_module(name)
+
+
+def _load_file(path: Path) -> Any:  # noqa: ANN401 - whatever the module holds
+    name = f"nv_sim_policy_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None or not path.exists():
+        raise ImportError(f"there is no file {path}")
+    module = importlib.util.module_from_spec(spec)
+    # Processes of a sweep look the class up by the name of its module.
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+_MODEL = click.option(
+    "--model",
+    "-m",
+    default="qwen3-8b",
+    show_default=True,
+    help=f"A config.json, or one of {', '.join(MODELS)}.",
+)
+_OPTIONS = (
+    click.option(
+        "--workload",
+        "-w",
+        default="azure-conversation",
+        show_default=True,
+        help=f"A trace or table, or one of {', '.join(LOOK_ALIKES)}.",
+    ),
+    click.option("--num-requests", "-n", type=int, help="Only so many requests."),
+    click.option("--rate", type=float, help="Mean requests per second, instead of the trace's."),
+    click.option("--seed", type=int, default=0, show_default=True),
+    click.option("--gpu", type=click.Choice(list(HARDWARE)), default="h200", show_default=True),
+    click.option("--tensor-parallel-size", "--tp", type=int, default=1, show_default=True),
+    click.option(
+        "--fit-log",
+        type=click.Path(path_type=Path),
+        help="An engine's step log to fit the times to, instead of the model's and GPU's sheets.",
+    ),
+    click.option("--num-blocks", type=int, help="KV blocks, instead of what the GPU holds."),
+    click.option("--block-size", type=int, default=16, show_default=True),
+    click.option("--max-num-seqs", type=int, default=256, show_default=True),
+    click.option("--max-num-batched-tokens", type=int, default=8192, show_default=True),
+    click.option("--max-model-len", type=int, help="Most tokens of a sequence."),
+    click.option("--prefix-caching/--no-prefix-caching", default=True, show_default=True),
+    click.option(
+        "--steps-ahead",
+        type=click.IntRange(0, 1),
+        default=1,
+        show_default=True,
+        help="Steps launched before the oldest is collected; the engine does 1 on CUDA.",
+    ),
+    click.option("--ttft-ms", type=float, help="Objective for the time to the first token."),
+    click.option("--tpot-ms", type=float, help="Objective for the time per output token."),
+    click.option("--e2e-ms", type=float, help="Objective for the whole request."),
+)
+
+
+def setting_options(command: _Command) -> _Command:
+    """Adds the shared options to a command, which gets them as one keyword each."""
+    return _MODEL(options_but_model(command))
+
+
+def options_but_model(command: _Command) -> _Command:
+    """Adds the shared options but `--model`, for a command whose argument that is."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command

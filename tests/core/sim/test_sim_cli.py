@@ -1,0 +1,294 @@
+"""The command `nv-sim`, as a shell would run it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import nv_core
+from nv_core import ConfigError, SchedulerConfig
+from nv_core.sim import (
+    LOOK_ALIKES,
+    SLO,
+    ConstantLatency,
+    RatePoint,
+    Workload,
+    WorkRequest,
+    find_highest_rate,
+    find_model,
+    simulate,
+)
+from nv_core.sim.cli import main
+from nv_core.step_log import read_step_log
+
+Run = Callable[..., tuple[int, str, str]]
+
+SMALL = ("-n", "40", "--num-blocks", "600", "--model", "qwen3-0.6b", "-q")
+
+
+@pytest.fixture
+def nv_sim(capsys: pytest.CaptureFixture[str]) -> Run:
+    def run(*arguments: object) -> tuple[int, str, str]:
+        status = main([str(argument) for argument in arguments])
+        printed = capsys.readouterr()
+        return status, printed.out, printed.err
+
+    return run
+
+
+def test_run_writes_everything_that_it_can(nv_sim: Run, tmp_path: Path) -> None:
+    names = {"--out": "r.html", "--log": "l.jsonl.gz", "--perfetto": "p.json", "--plot": "t.svg"}
+    options = [part for flag, name in names.items() for part in (flag, tmp_path / name)]
+    status, out, err = nv_sim("run", *SMALL, "--ttft-ms", 200, *options)
+    assert status == 0
+    assert "goodput (TTFT <= 200 ms)" in out
+    assert err.count("wrote ") == 3
+    for name in names.values():
+        assert (tmp_path / name).stat().st_size > 500
+    log = read_step_log(tmp_path / "l.jsonl.gz")
+    assert len(log.requests) == 40
+    assert log.header.model == find_model("qwen3-0.6b").as_dict()
+
+
+def test_compare_shows_policies_side_by_side(nv_sim: Run, tmp_path: Path) -> None:
+    policy = tmp_path / "mine.py"
+    policy.write_text(
+        "from nv_core import Mixed\n\n\nclass Mine(Mixed):\n    pass\n", encoding="utf-8"
+    )
+    status, out, _ = nv_sim(
+        "compare",
+        *SMALL,
+        *("-p", "fair", "-p", f"{policy}:Mine", "-p", "nv_core.policies:SkipAhead"),
+        *("--out", tmp_path / "c.html", "--plot", tmp_path / "c.png"),
+    )
+    assert status == 0
+    head = out.splitlines()[0]
+    assert head.split() == ["fair", f"{policy}:Mine", "nv_core.policies:SkipAhead"]
+    assert (tmp_path / "c.html").exists()
+    assert (tmp_path / "c.png").exists()
+
+
+def test_report_reads_what_run_wrote(nv_sim: Run, tmp_path: Path) -> None:
+    log = tmp_path / "l.jsonl"
+    assert nv_sim("run", *SMALL, "--log", log)[0] == 0
+    status, out, err = nv_sim("report", log, "--out", tmp_path / "r.html")
+    assert status == 0
+    assert "output tokens per second" in out
+    assert "wrote" in err
+    text = log.read_text("utf-8")
+    log.write_text(text[: len(text) // 2], encoding="utf-8")
+    status, out, err = nv_sim("report", log, log)
+    assert status == 0
+    assert "ends within a line" in err
+
+
+def test_a_fitted_log_stands_for_the_gpu(nv_sim: Run, tmp_path: Path) -> None:
+    log = tmp_path / "l.jsonl"
+    assert nv_sim("run", *SMALL, "--log", log)[0] == 0
+    status, out, err = nv_sim("run", *SMALL, "--fit-log", log)
+    assert status == 0
+    assert "error on steps held out" in err
+    assert "TTFT" in out
+
+
+def test_sweep_finds_a_rate_and_draws_it(nv_sim: Run, tmp_path: Path) -> None:
+    status, out, err = nv_sim(
+        "sweep",
+        *SMALL[:-1],
+        *("--ttft-ms", 60, "--seeds", 2, "--jobs", 2, "--tolerance", 1.0, "--low", 1),
+        *("--plot", tmp_path / "s.svg"),
+    )
+    assert status == 0
+    rate = float(out.split(": ")[1].split()[0])
+    assert 1 <= rate <= 200
+    assert err.count("/s  ") >= 3
+    assert (tmp_path / "s.svg").exists()
+
+
+def test_plan_says_what_fits(nv_sim: Run) -> None:
+    status, out, _ = nv_sim("plan", "llama-3-8b", "--gpu", "h100", "-n", 20)
+    assert status == 0
+    assert "14.96 GiB" in out
+    assert "128.00 KiB" in out
+    assert "20 requests of azure-conversation" in out
+    assert "ITL mean / p50 / p99" in out
+    status, out, _ = nv_sim("plan", "llama-3-70b", "--gpu", "h100")
+    assert status == 0
+    assert "It does not fit." in out
+    status, out, _ = nv_sim("plan", "llama-3-70b", "--gpu", "h100", "--tp", 4, "-n", 20)
+    assert "memory of 4 x h100" in out
+    assert "busy" in out
+
+
+def test_plan_reads_a_config(nv_sim: Run, tmp_path: Path) -> None:
+    config = {
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "vocab_size": 131,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert nv_sim("plan", tmp_path, "-n", 20)[0] == 0
+    (tmp_path / "config.json").write_text("hello")
+    status, _, err = nv_sim("plan", tmp_path)
+    assert status == 1
+    assert "is no config of a model" in err
+
+
+def test_play_writes_the_teaching_page(nv_sim: Run, tmp_path: Path) -> None:
+    status, _, err = nv_sim("play", "--out", tmp_path / "play.html")
+    assert status == 0
+    assert "wrote" in err
+    assert "step by step" in (tmp_path / "play.html").read_text("utf-8")
+
+
+def test_lines_that_were_left_out_are_said(nv_sim: Run, tmp_path: Path) -> None:
+    table = tmp_path / "t.csv"
+    table.write_text("arrival_s,num_prompt_tokens,num_output_tokens\n0,9,9\nx,y,z\n1,9,9\n")
+    status, out, err = nv_sim("run", *SMALL, "--workload", table)
+    assert status == 0
+    assert "1 lines were left out" in err
+    assert "line 3" in err
+    assert out.split()[1] == "2"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("run", "-w", "nowhere.csv"), "workload must be a file or one of azure-conversation"),
+        (("run", "-p", "best"), "policy must be one of mixed"),
+        (("run", "-p", "no.such:Thing"), "cannot be made"),
+        (("run", "-p", "nv_core:SchedulerConfig"), "cannot be made"),
+        (("run", "-p", "nv_core:FinishReason"), "cannot be made"),
+        (("run", "-p", "collections:OrderedDict"), "has no method schedule"),
+        (("run", "-m", "eliza"), "model must be one of"),
+        (("run", "-m", "llama-3-70b", "--gpu", "h100"), "does not fit 1 x h100"),
+        (("report", "nowhere.jsonl"), "nowhere.jsonl"),
+        (("run", "--rate", "-1"), "rate_per_s must be positive"),
+    ],
+)
+def test_errors_are_one_line(nv_sim: Run, arguments: tuple[str, ...], message: str) -> None:
+    status, out, err = nv_sim(*arguments)
+    assert status == 1
+    assert out == ""
+    assert err.startswith("nv-sim: ")
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "arguments", [("sweep",), ("compare",), ("dance",), ("run", "--gpu", "abacus")]
+)
+def test_wrong_command_lines_are_status_2(nv_sim: Run, arguments: tuple[str, ...]) -> None:
+    assert nv_sim(*arguments)[0] == 2
+
+
+def test_help_names_the_commands(nv_sim: Run) -> None:
+    status, out, _ = nv_sim("--help")
+    assert status == 0
+    for command in ("run", "compare", "sweep", "report", "plan", "play"):
+        assert f"\n  {command} " in out
+
+
+WITHOUT = """
+import sys
+sys.modules.update(dict.fromkeys({missing!r}))
+import nv_core, nv_core.step_log
+{code}
+"""
+COMMAND = "from nv_core.sim_command import main; sys.exit(main())"
+PICTURE = "from nv_core.sim import plot_cdfs; plot_cdfs({}, 'x.png')"
+
+
+@pytest.mark.parametrize(
+    ("missing", "code", "message"),
+    [
+        (["numpy"], COMMAND, "nv-sim needs numpy; install the extra: pip install 'nv-core[sim]'"),
+        (["click"], COMMAND, "nv-sim needs click; install the extra: pip install 'nv-core[sim]'"),
+        (["numpy"], "import nv_core.sim", "nv_core.sim needs numpy; install the extra"),
+        (["matplotlib"], PICTURE, "nv_core.sim needs matplotlib; install the extra"),
+    ],
+)
+def test_without_the_extra_it_is_said_what_to_install(
+    missing: list[str], code: str, message: str
+) -> None:
+    source = str(Path(nv_core.__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT.format(missing=missing, code=code)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": source},
+    )
+    assert done.returncode == 1
+    assert message in done.stderr.splitlines()[-1]
+
+
+# The search behind `sweep`, on a server that takes one request a second.
+
+
+def one_slot(seed: int) -> Workload:
+    return Workload("slot", tuple(WorkRequest(i + 0.01 * seed, 4, 10) for i in range(40)))
+
+
+def search(
+    *, low_per_s: float, high_per_s: float, tolerance: float = 0.05
+) -> tuple[float, list[RatePoint]]:
+    config = SchedulerConfig(10, 4, max_num_seqs=1, policy="mixed")
+    tried: list[RatePoint] = []
+    found = find_highest_rate(
+        [one_slot(0), one_slot(1)],
+        config,
+        ConstantLatency(0.1),
+        slo=SLO(ttft_s=0.5),
+        target=1.0,
+        on_point=tried.append,
+        low_per_s=low_per_s,
+        high_per_s=high_per_s,
+        tolerance=tolerance,
+    )
+    assert [point.rate_per_s for point in found.points] == sorted(p.rate_per_s for p in tried)
+    return found.rate_per_s, tried
+
+
+def test_the_highest_rate_is_what_the_server_takes() -> None:
+    # Ten steps of 0.1 s a request; the last may wait 0.4 s at most, 39 requests after the first.
+    rate, tried = search(low_per_s=0.1, high_per_s=50.0, tolerance=0.01)
+    assert rate == pytest.approx(1.0, rel=0.03)
+    for point in tried:
+        assert (point.attainment == 1.0) == (point.rate_per_s <= rate)
+
+
+def test_a_search_can_end_at_either_end() -> None:
+    assert search(low_per_s=5.0, high_per_s=50.0)[0] == 0.0
+    assert search(low_per_s=0.1, high_per_s=0.5)[0] == 0.5
+
+
+def test_a_search_refuses_what_makes_no_sense() -> None:
+    with pytest.raises(ConfigError, match="0 < low_per_s < high_per_s"):
+        search(low_per_s=5.0, high_per_s=1.0)
+
+
+def test_processes_change_nothing() -> None:
+    config = SchedulerConfig(200, 16, policy="fair")
+    workloads = [LOOK_ALIKES["sessions"](20, seed=seed) for seed in range(2)]
+    results = [
+        find_highest_rate(
+            workloads,
+            config,
+            ConstantLatency(0.02),
+            slo=SLO(ttft_s=1.0),
+            tolerance=2.0,
+            num_processes=num_processes,
+        )
+        for num_processes in (1, 2)
+    ]
+    assert results[0] == results[1]
+    assert simulate(workloads[0], config, ConstantLatency(0.02)).steps
