@@ -359,7 +359,10 @@ def test_an_event_loop_that_is_closed_takes_its_requests_along(llm: AsyncLLM) ->
 def test_an_engine_that_nobody_holds_ends(checkpoint: Path) -> None:
     llm = AsyncLLM(str(checkpoint), **options())
     thread = llm._thread._thread
-    model = weakref.ref(llm._parts.engine.runner._mixed_step._model)
+    runner = llm._parts.engine.runner
+    assert isinstance(runner, ModelRunner)
+    model = weakref.ref(runner._model)
+    del runner
     asyncio.run(outputs_of(llm.generate("the", GREEDY)))
     del llm
     gc.collect()

@@ -137,6 +137,6 @@ def run_scripted(
             _, prompt, length = given[len(sequences)]
             params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
             request = engine.add_request(TokenizedPrompt(None, prompt), params)
-            sequences.append(request.sequence)
+            sequences.append(request.answers[0].sequence)
         engine.step()
     return [seq.output_token_ids for seq in sequences]
