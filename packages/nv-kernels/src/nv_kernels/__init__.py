@@ -7,15 +7,18 @@ Tensors in, tensors out. Knows nothing of models or scheduling. Read `ops/` for 
 from nv_kernels.attention.backend import AttentionBackend
 from nv_kernels.attention.registry import available_attention_backends, select_attention_backend
 from nv_kernels.errors import KernelInputError
+from nv_kernels.logit_rules import LogitAdjustments, TokenFilters
 from nv_kernels.metadata import AttentionMetadata, LayerKVCache
 from nv_kernels.ops.attention import paged_attention
 from nv_kernels.ops.linear import linear, linear_parts
+from nv_kernels.ops.logprobs import token_logprobs
 from nv_kernels.ops.rms_norm import add_rms_norm, rms_norm
 from nv_kernels.ops.rotary_embedding import rotary_embedding
 from nv_kernels.ops.rotate_and_store import rotate_and_store
 from nv_kernels.ops.sampling import sample_shard, sample_tokens, winning_tokens
 from nv_kernels.ops.silu_and_mul import silu_and_mul
 from nv_kernels.ops.store_kv import store_kv
+from nv_kernels.reference.logprobs import TokenLogprobs
 
 __version__ = "0.1.0"
 
@@ -24,6 +27,9 @@ __all__ = [
     "AttentionMetadata",
     "KernelInputError",
     "LayerKVCache",
+    "LogitAdjustments",
+    "TokenFilters",
+    "TokenLogprobs",
     "__version__",
     "add_rms_norm",
     "available_attention_backends",
@@ -38,5 +44,6 @@ __all__ = [
     "select_attention_backend",
     "silu_and_mul",
     "store_kv",
+    "token_logprobs",
     "winning_tokens",
 ]

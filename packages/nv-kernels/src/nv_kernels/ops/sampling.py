@@ -16,6 +16,8 @@ from nv_kernels.reference.sampling import sample_tokens as sample_tokens_referen
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from nv_kernels.logit_rules import LogitAdjustments, TokenFilters
+
 
 def sample_tokens(
     logits: Tensor,
@@ -23,37 +25,69 @@ def sample_tokens(
     seeds: Tensor,
     positions: Tensor,
     *,
+    adjustments: LogitAdjustments | None = None,
+    filters: TokenFilters | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Draws each row's token from softmax(logits / temperature), or takes its best one.
 
-    A draw is the argmax of logits / temperature + g, with g standard Gumbel noise. The noise of a
-    token is a hash of (seed, position, token id), so a row's draw depends on nothing but the row:
-    not on the other rows, their number or their order.
+    Each row goes through these steps, in fp32, in vLLM's order; greedy rows stop after the third:
+
+    1. Tokens that `allowed_mask` does not allow get -inf; `logit_bias` is added.
+    2. Logits of tokens in prompt or output are divided by the repetition penalty if positive, and
+       multiplied if not.
+    3. frequency penalty * count and, where the count is not 0, the presence penalty are
+       subtracted; counts are of the output alone.
+    4. Logits are divided by the temperature. Let p be their softmax.
+    5. min-p drops tokens with p < min_p * max(p).
+    6. top-k drops tokens below the k-th largest of the rest.
+    7. top-p drops a token if the tokens above it reach top_p of the rest's probability.
+
+    Tokens of equal logits are kept or dropped together, so top-k may keep more than k tokens.
+
+    A draw is Gumbel-max: the argmax of logits / temperature + g, with g standard Gumbel noise. The
+    noise is a hash of (seed, position, counter), so a row's draw depends on nothing but the row:
+    not on the other rows, their number or their order. Rows that step 5, 6 or 7 applies to draw
+    among all tokens at once, with the token id as counter. All others draw in two stages, which
+    yields the same distribution from a sixteenth of the noise: first among groups of 16 token ids
+    by their summed probability (the counter is -1 - the group's first id), then within the group.
 
     Args:
         logits: [num_rows, vocab_size], fp32, fp16 or bf16, last dimension contiguous; not changed.
-            -inf keeps a token from being drawn; each row must hold a finite value.
-        temperatures: [num_rows] fp32; 0 takes the best token (the lowest id among equals).
-        seeds: [num_rows] int64, any value.
-        positions: [num_rows] int64, the position in its sequence that each token will have.
+            -inf keeps a token from being drawn; each row must hold a finite value that is allowed,
+            and neither NaN nor +inf.
+        temperatures: [num_rows] fp32, any stride; 0 takes the best token (the lowest id among
+            equals).
+        seeds: [num_rows] int64, any value, any stride.
+        positions: [num_rows] int64, any stride: the position in its sequence that each token will
+            have.
+        adjustments: Changes of logits; None for none.
+        filters: Which tokens to leave out; None for none. A draw of a row without filters is the
+            same whether this is None or not.
         backend: "auto", "torch" or "triton".
 
     Returns:
-        Token ids, [num_rows] int64.
+        Token ids, [num_rows] int64. For a row that breaks the rules above, any id.
 
     Raises:
         KernelInputError: A shape, dtype, stride or device is not allowed.
 
     Source: the Gumbel-max trick (Gumbel, "Statistical theory of extreme values", 1954); the hash is
-    SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014).
+    SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014);
+    repetition penalty: Keskar et al., "CTRL", arXiv:1909.05858, section 4.1; top-p: Holtzman et
+    al., arXiv:1904.09751; min-p: Nguyen et al., arXiv:2407.01082.
     """
     _check_draw(logits, temperatures, seeds, positions)
+    num_rows, vocab_size = logits.shape
+    if adjustments is not None:
+        adjustments.check(num_rows, vocab_size, logits.device)
+    if filters is not None:
+        filters.check(num_rows, logits.device)
     if choose_implementation(backend, logits.device) == "triton":
         from nv_kernels.triton.sampling import sample_tokens as sample_tokens_triton
 
-        return sample_tokens_triton(logits, temperatures, seeds, positions)
-    return sample_tokens_reference(logits, temperatures, seeds, positions)
+        return sample_tokens_triton(logits, temperatures, seeds, positions, adjustments, filters)
+    return sample_tokens_reference(logits, temperatures, seeds, positions, adjustments, filters)
 
 
 def sample_shard(
@@ -68,7 +102,8 @@ def sample_shard(
     """Draws each row's token among one run of token ids, together with its score.
 
     For a vocabulary that is split over ranks: the maximum over the shards of what this returns,
-    read by `winning_tokens`, is the token that `sample_tokens` draws from the whole row. No logits
+    read by `winning_tokens`, is the token that `sample_tokens` draws from the whole row, if every
+    shard begins at a multiple of 16. If not, it is a draw from the same distribution. No logits
     have to be gathered for it.
 
     Args:
@@ -77,7 +112,7 @@ def sample_shard(
         temperatures: As in `sample_tokens`.
         seeds: As in `sample_tokens`.
         positions: As in `sample_tokens`.
-        first_token: Token id of the first column, below 2**32 - num_tokens.
+        first_token: Token id of the first column, below 2**31 - num_tokens.
         backend: "auto", "torch" or "triton".
 
     Returns:
@@ -119,4 +154,3 @@ def _check_draw(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: 
         ("positions", positions, torch.int64),
     ):
         check_tensor(name, tensor, "[num_rows]", [num_rows], dtypes=(dtype,), device=logits.device)
-        check_last_dim_contiguous(name, tensor)

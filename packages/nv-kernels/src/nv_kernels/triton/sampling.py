@@ -1,152 +1,171 @@
 """Sampling with keyed Gumbel noise as two Triton kernels.
 
-The first finds the best token of each block_n tokens of each row, so that one row alone still
-fills the device; the second finds the best of those. Scores never leave registers.
+The first reads the logits once, weighs groups of 16 tokens and draws one of each part's groups; the
+second draws among these groups, and then a token of the best. Rows with top-k, top-p or min-p have
+a second kernel of their own, in `filtered_draw.py`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
+from nv_kernels.reference.sampling import GROUP_SIZE
 from nv_kernels.triton.device import device_of
+from nv_kernels.triton.filtered_draw import TILE_SIZE, draw_filtered
+from nv_kernels.triton.group_draw import best_group, draw_from_best_group
+from nv_kernels.triton.logits import (
+    Column,
+    Draw,
+    Filters,
+    Logits,
+    Parts,
+    key_of,
+    load_logits,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_BLOCK_N = 4096
+    from nv_kernels.logit_rules import LogitAdjustments, TokenFilters
+
+_PART_SIZE = 4096
+"""Tokens that a program of the first kernel reads; it changes no draw."""
 
 
-def sample_tokens(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+def sample_tokens(
+    logits: Tensor,
+    temperatures: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    adjustments: LogitAdjustments | None,
+    filters: TokenFilters | None,
+) -> Tensor:
     """Implements `nv_kernels.ops.sampling.sample_tokens`."""
-    return _best(logits, temperatures, seeds, positions, first_token=0, packs_score=False)
+    view = Logits.of(logits, adjustments)
+    draw = Draw(Column.of(temperatures), Column.of(seeds), Column.of(positions))
+    return _sample(view, draw, filters, first_token=0, packs_score=False)
 
 
 def sample_shard(
     logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, *, first_token: int
 ) -> Tensor:
     """Implements `nv_kernels.ops.sampling.sample_shard`."""
-    return _best(logits, temperatures, seeds, positions, first_token=first_token, packs_score=True)
+    draw = Draw(Column.of(temperatures), Column.of(seeds), Column.of(positions))
+    return _sample(Logits.of(logits, None), draw, None, first_token=first_token, packs_score=True)
 
 
-def _best(
-    logits: Tensor,
-    temperatures: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
+def _sample(
+    logits: Logits,
+    draw: Draw,
+    filters: TokenFilters | None,
     *,
     first_token: int,
     packs_score: bool,
 ) -> Tensor:
-    num_rows, vocab_size = logits.shape
-    output = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    values: Tensor = logits.raw.data
+    num_rows, num_tokens = values.shape
+    output = torch.empty(num_rows, dtype=torch.int64, device=values.device)
     if num_rows == 0:
         return output
-    block_n = min(_BLOCK_N, triton.next_power_of_2(vocab_size))
-    num_parts = triton.cdiv(vocab_size, block_n)
-    scores = torch.empty((num_rows, num_parts), dtype=torch.float32, device=logits.device)
-    tokens = torch.empty((num_rows, num_parts), dtype=torch.int32, device=logits.device)
-    with device_of(logits):
-        _best_of_part_kernel[(num_rows, num_parts)](
+    # Groups begin at multiples of their size, wherever the first column is.
+    before = first_token % GROUP_SIZE
+    num_parts = triton.cdiv(before + num_tokens, _PART_SIZE)
+
+    def scratch(width: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty((num_rows, width), dtype=dtype, device=values.device)
+
+    parts = Parts(num_parts, scratch(num_parts), scratch(num_parts, torch.int32))
+    tile_maxima = None
+    if filters is not None:
+        parts = parts._replace(maxima=scratch(num_parts), masses=scratch(num_parts))
+        tile_maxima = scratch(num_parts * _PART_SIZE // TILE_SIZE)
+    sizes: dict[str, Any] = {
+        "group_size": GROUP_SIZE,
+        "block_parts": triton.next_power_of_2(num_parts),
+    }
+    with device_of(values):
+        _weigh_parts_kernel[(num_rows, num_parts)](
             logits,
-            temperatures,
-            seeds,
-            positions,
-            scores,
-            tokens,
-            logits.stride(0),
-            vocab_size,
+            draw,
+            parts,
+            tile_maxima,
             first_token,
-            num_parts,
-            block_n=block_n,
-            num_warps=8,
+            before,
+            part_size=_PART_SIZE,
+            group_size=GROUP_SIZE,
+            tile_size=TILE_SIZE,
+            num_warps=4,
         )
-        _best_of_parts_kernel[(num_rows,)](
-            scores,
-            tokens,
-            output,
-            num_parts,
-            block_parts=triton.next_power_of_2(num_parts),
-            packs_score=packs_score,
-        )
+        if filters is not None and tile_maxima is not None:
+            draw_filtered(
+                logits,
+                draw,
+                parts,
+                Filters.of(filters),
+                tile_maxima,
+                output,
+                part_size=_PART_SIZE,
+                **sizes,
+            )
+        else:
+            _draw_kernel[(num_rows,)](
+                logits, draw, parts, output, first_token, packs_score, **sizes, num_warps=1
+            )
     return output
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _mix(value: tl.tensor) -> tl.tensor:
-    """SplitMix64's mixing function on uint64."""
-    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9
-    value = (value ^ (value >> 27)) * 0x94D049BB133111EB
-    return value ^ (value >> 31)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _best_of_part_kernel(
-    logits_ptr: tl.tensor,
-    temperatures_ptr: tl.tensor,
-    seeds_ptr: tl.tensor,
-    positions_ptr: tl.tensor,
-    scores_ptr: tl.tensor,
-    tokens_ptr: tl.tensor,
-    row_stride: tl.tensor,
-    vocab_size: tl.tensor,
+def _weigh_parts_kernel(
+    logits: Logits,
+    draw: Draw,
+    parts: Parts,
+    tile_maxima_ptr: tl.tensor,
     first_token: tl.tensor,
-    num_parts: tl.tensor,
-    block_n: tl.constexpr,
+    before: tl.tensor,
+    part_size: tl.constexpr,
+    group_size: tl.constexpr,
+    tile_size: tl.constexpr,
 ) -> None:
+    """Draws a group of one part; leaves what `Parts` says, and the maxima of tiles if asked for."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    column = part * block_n + tl.arange(0, block_n)
-    inside = column < vocab_size
-    score = tl.load(logits_ptr + row * row_stride + column, mask=inside, other=float("-inf")).to(
-        tl.float32
+    first_column = part * part_size - before
+    column = first_column + tl.arange(0, part_size)
+    value = load_logits(logits, row, column, (column >= 0) & (column < logits.vocab_size))
+    best, mass, score, group = best_group(
+        draw, row, value, first_column, first_token, part_size, group_size
     )
-    token = first_token + column
-    temperature = tl.load(temperatures_ptr + row)
-    if temperature > 0:
-        increment = tl.full([1], 0x9E3779B97F4A7C15, tl.uint64)
-        seed = (tl.load(seeds_ptr + row) + tl.zeros([1], tl.int64)).to(tl.uint64, bitcast=True)
-        position = (tl.load(positions_ptr + row) + tl.zeros([1], tl.int64)).to(
-            tl.uint64, bitcast=True
-        )
-        key = _mix(_mix(seed) + position * increment)
-        bits = _mix(key + (token + 1).to(tl.uint64) * increment)
-        uniform = ((bits >> 32).to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 2**-32
-        uniform = tl.minimum(uniform, 0.99999994)  # 1 - 2**-24
-        # -log(1 - u); the series keeps the relative precision that the logarithm loses near 0.
-        series = uniform * (1.0 + uniform * (0.5 + uniform * 0.33333334))
-        exponential = tl.where(uniform < 0.001, series, -tl.log(1.0 - uniform))
-        score = score / temperature - tl.log(exponential)
-    best = tl.max(score, axis=0)
-    # Of equal scores the lowest token id wins, whatever the order of the reduction.
-    best_token = tl.min(tl.where((score == best) & inside, token, 2147483647), axis=0)
-    tl.store(scores_ptr + row * num_parts + part, best)
-    tl.store(tokens_ptr + row * num_parts + part, best_token)
+    place = row * parts.num_parts + part
+    tl.store(parts.scores + place, score)
+    tl.store(parts.groups + place, group)
+    if tile_maxima_ptr is not None:
+        tl.store(parts.maxima + place, best)
+        tl.store(parts.masses + place, mass)
+        num_tiles: tl.constexpr = part_size // tile_size
+        highest = tl.max(tl.reshape(value, (num_tiles, tile_size)), axis=1)
+        tl.store(tile_maxima_ptr + place * num_tiles + tl.arange(0, num_tiles), highest)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _best_of_parts_kernel(
-    scores_ptr: tl.tensor,
-    tokens_ptr: tl.tensor,
+def _draw_kernel(
+    logits: Logits,
+    draw: Draw,
+    parts: Parts,
     output_ptr: tl.tensor,
-    num_parts: tl.tensor,
-    block_parts: tl.constexpr,
+    first_token: tl.tensor,
     packs_score: tl.constexpr,
+    group_size: tl.constexpr,
+    block_parts: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
-    part = tl.arange(0, block_parts)
-    inside = part < num_parts
-    score = tl.load(scores_ptr + row * num_parts + part, mask=inside, other=float("-inf"))
-    token = tl.load(tokens_ptr + row * num_parts + part, mask=inside, other=2147483647)
-    best = tl.max(score, axis=0)
-    best_token = tl.min(tl.where((score == best) & inside, token, 2147483647), axis=0)
-    result = best_token.to(tl.int64)
+    score, column = draw_from_best_group(
+        logits, draw, parts, row, first_token, group_size, block_parts
+    )
+    result = (first_token + column).to(tl.int64)
     if packs_score:
-        # As in the reference: the sum turns -0.0 into 0.0, which ranks with it.
-        bits = (best + 0.0).to(tl.int32, bitcast=True)
-        ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
-        result = (ordered << 32) | (0xFFFFFFFF - result)
+        result = (key_of(score).to(tl.int64) << 32) | (0xFFFFFFFF - result)
     tl.store(output_ptr + row, result)
