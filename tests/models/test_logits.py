@@ -164,3 +164,14 @@ def test_forward_changes_no_input_and_returns_normed_hidden_states(tmp_path: Pat
 
 def assert_close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=ATOL)
+
+
+def test_packed_weights_give_the_same_logits(checkpoint: Path) -> None:
+    model = load_paged_model(checkpoint)
+    (prompt,) = random_prompts(model.config.vocab_size, [23])
+    expected = PagedRunner(model).prompt_logits(prompt)
+    model.pack_weights()
+    assert any(parameter.is_mkldnn for parameter in model.parameters())
+    torch.testing.assert_close(
+        PagedRunner(model).prompt_logits(prompt), expected, atol=ATOL, rtol=ATOL
+    )

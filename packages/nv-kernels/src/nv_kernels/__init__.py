@@ -10,7 +10,7 @@ from nv_kernels.errors import KernelInputError
 from nv_kernels.logit_rules import LogitAdjustments, TokenFilters
 from nv_kernels.metadata import AttentionMetadata, LayerKVCache
 from nv_kernels.ops.attention import paged_attention
-from nv_kernels.ops.linear import linear, linear_parts
+from nv_kernels.ops.linear import linear, linear_parts, pack_linear_weight
 from nv_kernels.ops.logprobs import token_logprobs
 from nv_kernels.ops.rms_norm import add_rms_norm, rms_norm
 from nv_kernels.ops.rotary_embedding import rotary_embedding
@@ -35,6 +35,7 @@ __all__ = [
     "available_attention_backends",
     "linear",
     "linear_parts",
+    "pack_linear_weight",
     "paged_attention",
     "rms_norm",
     "rotary_embedding",

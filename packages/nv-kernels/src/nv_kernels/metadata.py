@@ -6,7 +6,7 @@ are passed as arguments to every op that needs them. Read `ops/attention.py` nex
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -61,6 +61,8 @@ class AttentionMetadata:
     min_query_len: int = 0
     """At most the shortest query length of the sequences that have any, in tokens; 0 if unknown. A
     backend may save itself the search for decode steps if this is over 1."""
+    derived: dict[str, object] = field(default_factory=dict, repr=False)
+    """What a backend works out once for all layers of the step, by a key of its own."""
 
     def __post_init__(self) -> None:
         """Checks that the parts describe the same batch.

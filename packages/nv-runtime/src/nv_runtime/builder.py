@@ -411,7 +411,7 @@ def _load(
             bar.total = total
             bar.update(done - bar.n)
 
-        return load_model(
+        model = load_model(
             checkpoint,
             device=device,
             dtype=dtype,
@@ -422,6 +422,8 @@ def _load(
             seed=config.seed,
             on_progress=on_progress,
         )
+    model.pack_weights()
+    return model
 
 
 def _all_eos_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> tuple[int, ...]:

@@ -1,4 +1,7 @@
-"""The PyTorch backend: runs everywhere, serves on a CPU, is the oracle of the others."""
+"""The PyTorch backend: runs everywhere, serves on a CPU.
+
+Steps with prompts run the reference, one sequence at a time; decode steps on a CPU run batched.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from nv_kernels.attention.checks import check_attention_inputs
 from nv_kernels.checks import FLOAT_DTYPES
+from nv_kernels.cpu.decode_attention import can_attend, paged_decode_attention
 from nv_kernels.reference.attention import paged_attention
 
 if TYPE_CHECKING:
@@ -16,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class TorchAttention:
-    """Paged attention by `scaled_dot_product_attention`, one sequence at a time."""
+    """Paged attention by `scaled_dot_product_attention`."""
 
     @property
     def name(self) -> str:
@@ -28,6 +32,8 @@ class TorchAttention:
     ) -> Tensor:
         """Computes attention; see `nv_kernels.ops.attention.paged_attention`."""
         check_attention_inputs(query, kv_cache, metadata, scale)
+        if can_attend(kv_cache, metadata):
+            return paged_decode_attention(query, kv_cache, metadata, scale=scale)
         return paged_attention(query, kv_cache, metadata, scale=scale)
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from torch.nn.functional import linear as linear_reference
 
 from nv_kernels.checks import FLOAT_DTYPES, check_last_dim_contiguous, check_tensor
+from nv_kernels.cpu import packed_linear
 from nv_kernels.dispatch import choose_implementation
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ def linear(
     Args:
         x: Rows, [num_rows, in_features], fp32, fp16 or bf16; not changed. Any strides but a
             contiguous last dimension.
-        weight: [out_features, in_features], dtype of `x`, contiguous last dimension.
+        weight: [out_features, in_features], dtype of `x`, contiguous last dimension; or what
+            `pack_linear_weight` made of it.
         bias: [out_features], dtype of `x`; None for none.
         backend: "auto", "torch" or "triton".
 
@@ -45,6 +47,8 @@ def linear(
         sizes = [weight.shape[0]]
         check_tensor("bias", bias, "[out_features]", sizes, dtypes=(x.dtype,), device=x.device)
         check_last_dim_contiguous("bias", bias)
+    if weight.is_mkldnn:
+        return packed_linear.multiply(x, weight, bias)
     if choose_implementation(backend, x.device) == "triton" and (
         backend == "triton" or _is_faster_here(x.shape[0], weight)
     ):
@@ -74,6 +78,8 @@ def linear_parts(x: Tensor, weight: Tensor, *, backend: str = "auto") -> Tensor:
         KernelInputError: A shape, dtype, device or stride disagrees.
     """
     _check(x, weight)
+    if weight.is_mkldnn:
+        return packed_linear.multiply(x, weight, None)[None]
     if choose_implementation(backend, x.device) == "triton" and (
         backend == "triton" or _is_faster_in_parts(x.shape[0], weight)
     ):
@@ -88,7 +94,22 @@ def _check(x: Tensor, weight: Tensor) -> None:
     layout, sizes = "[out_features, in_features]", [None, x.shape[1]]
     check_tensor("weight", weight, layout, sizes, dtypes=(x.dtype,), device=x.device)
     check_last_dim_contiguous("x", x)
-    check_last_dim_contiguous("weight", weight)
+    if not weight.is_mkldnn:  # which has no strides
+        check_last_dim_contiguous("weight", weight)
+
+
+def pack_linear_weight(weight: Tensor) -> Tensor:
+    """Brings a weight into the layout in which `linear` reads it fastest on its device.
+
+    Args:
+        weight: [out_features, in_features]; not changed.
+
+    Returns:
+        A copy that nothing but `linear` and `linear_parts` can read, of the same shape and dtype;
+        the weight itself where its own layout is the best there is, which is so on every device
+        but a CPU.
+    """
+    return packed_linear.pack(weight) if packed_linear.can_pack(weight) else weight
 
 
 def _is_faster_here(num_rows: int, weight: Tensor) -> bool:

@@ -13,8 +13,10 @@ def store_kv(
 ) -> None:
     """Implements `nv_kernels.ops.store_kv.store_kv`; on CUDA the host waits for the device."""
     block_size = key_cache.shape[1]
-    tokens = (slot_mapping >= 0).nonzero().squeeze(1)
-    slots = slot_mapping[tokens].long()
+    slots = slot_mapping.long()
+    is_stored = slots >= 0
+    if not is_stored.all():
+        slots, key, value = slots[is_stored], key[is_stored], value[is_stored]
     blocks, offsets = slots // block_size, slots % block_size
-    key_cache[blocks, offsets] = key[tokens]
-    value_cache[blocks, offsets] = value[tokens]
+    key_cache[blocks, offsets] = key
+    value_cache[blocks, offsets] = value

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from nv_kernels import linear
+from nv_models.layers.linear import packed
 from nv_models.weight_target import TensorTarget
 
 if TYPE_CHECKING:
@@ -92,6 +93,8 @@ class ParallelLMHead(nn.Module):
         super().__init__()
         self.tensor_parallel = placement.tensor_parallel
         self.vocab_size = embedding.vocab_size
+        self.tied = tied
+        self.packed_weight: nn.Parameter | None = None
         self.rows = (
             embedding
             if tied
@@ -110,7 +113,8 @@ class ParallelLMHead(nn.Module):
             [num_rows, tokens per rank], padding included: the first `rows.num_tokens` columns are
             the logits of the tokens from `rows.first_token` on.
         """
-        return linear(hidden, self.rows.weight)
+        weight = self.rows.weight if self.packed_weight is None else self.packed_weight
+        return linear(hidden, weight)
 
     def gather(self, shard: Tensor) -> Tensor:
         """Joins what `forward` returned on each rank.
@@ -119,6 +123,17 @@ class ParallelLMHead(nn.Module):
             [num_rows, vocab_size] without padding, the same on every rank.
         """
         return self.tensor_parallel.all_gather_last_dim(shard)[:, : self.vocab_size]
+
+    def pack(self) -> None:
+        """Brings the loaded weight into the layout that products read fastest.
+
+        A tied weight stays beside its packed copy: looking up rows needs it as it was.
+        """
+        weight = packed(self.rows.weight)
+        if not self.tied:
+            self.rows.weight = weight
+        elif weight.is_mkldnn:
+            self.packed_weight = weight
 
     def targets(self, name: str) -> Iterator[TensorTarget]:
         """Yields where the head's own checkpoint tensor goes; only for a head that is not tied."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from nv_core.errors import ConfigError
-from nv_kernels import linear, linear_parts
+from nv_kernels import linear, linear_parts, pack_linear_weight
 from nv_models.weight_target import TensorTarget, whole
 
 if TYPE_CHECKING:
@@ -124,6 +124,10 @@ class FusedLinear(nn.Module):
             [num_tokens, sum of this rank's outputs], projection after projection.
         """
         return linear(x, self.weight, self.bias)
+
+    def pack(self) -> None:
+        """Brings the loaded weight into the layout that products read fastest."""
+        self.weight = packed(self.weight)
 
     def targets(self, *names: str) -> Iterator[TensorTarget]:
         """Yields where the checkpoint tensors of each projection go.
@@ -290,6 +294,10 @@ class RowParallelLinear(nn.Module):
             return linear_parts(x, self.weight)
         return linear(x, self.weight, self.bias)[None]
 
+    def pack(self) -> None:
+        """Brings the loaded weight into the layout that products read fastest."""
+        self.weight = packed(self.weight)
+
     def targets(self, name: str) -> Iterator[TensorTarget]:
         """Yields where the checkpoint tensors of the projection go.
 
@@ -314,6 +322,11 @@ class RowParallelLinear(nn.Module):
                 first_row=0,
                 num_rows=self.out_features,
             )
+
+
+def packed(weight: nn.Parameter) -> nn.Parameter:
+    """Returns a parameter that `linear` reads fastest in place of another."""
+    return nn.Parameter(pack_linear_weight(weight.data), requires_grad=False)
 
 
 def _divide(what: str, total: int, tensor_parallel: TensorParallel) -> int:
