@@ -21,8 +21,10 @@ from nv_runtime.bench.latency import measure_latency, summarise_latency
 from nv_runtime.bench.profiling import profile_steps
 from nv_runtime.bench.roofline import measure_rates
 from nv_runtime.bench.shapes import materialised
-from nv_runtime.bench.startup import run_startup, summarise_startup
-from nv_runtime.bench.workload import random_workload
+from nv_runtime.bench.startup import StartupRun, run_startup, summarise_startup
+from nv_runtime.bench.workload import Workload, random_workload
+
+OPTIONS: dict[str, Any] = {"max_model_len": 4096, "skip_tokenizer_init": True}
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -41,55 +43,60 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure(model: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measures one model."""
-    with materialised(model) as (path, needed):
-        options = {"max_model_len": 4096, "skip_tokenizer_init": True, **needed}
-        result = _measure_starts(path, options, arguments)
-        with LLM(path, show_progress=False, **options) as llm:
-            generator = random.Random(0)
-            device = llm.config.resolve_device()
-            rates = measure_rates(device, llm.config.resolve_dtype(llm.model_config.dtype, device))
+def measure_latency_of(model: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measures one model in this process."""
+    with materialised(model) as (path, needed), LLM(path, **{**OPTIONS, **needed}) as llm:
+        generator = random.Random(0)
+        device = llm.config.resolve_device()
+        rates = measure_rates(device, llm.config.resolve_dtype(llm.model_config.dtype, device))
 
-            def draw(output_len: int = arguments.output_len) -> Any:  # noqa: ANN401
-                return random_workload(
-                    1,
-                    input_len=arguments.input_len,
-                    output_len=output_len,
-                    vocab_size=min(10000, llm.model_config.vocab_size),
-                    temperature=0.6,
-                    generator=generator,
-                )
-
-            # Three to warm up: a graph of a prompt's size is captured when that occurs again.
-            runs = measure_latency(
-                llm, draw, num_iters_warmup=3, num_iters=arguments.repeat, rates=rates
+        def draw() -> Workload:
+            return random_workload(
+                1,
+                input_len=arguments.input_len,
+                output_len=arguments.output_len,
+                vocab_size=min(10000, llm.model_config.vocab_size),
+                temperature=0.6,
+                generator=generator,
             )
-            result |= {**summarise_latency(runs), "device_rates": vars(rates)}
-            use = profile_steps(llm, draw(), num_steps=100) if device.type == "cuda" else None
-            result["steady_decode"] = None if use is None else use.as_dict()
-    return {**result, "environment": describe_environment(device)}
+
+        # Three to warm up: a graph of a prompt's size is captured when that occurs again.
+        runs = measure_latency(
+            llm, draw, num_iters_warmup=3, num_iters=arguments.repeat, rates=rates
+        )
+        use = profile_steps(llm, draw(), num_steps=100) if device.type == "cuda" else None
+        return {
+            **summarise_latency(runs),
+            "steady_decode": None if use is None else use.as_dict(),
+            "device_rates": vars(rates),
+            "environment": describe_environment(device),
+        }
 
 
-def _measure_starts(
-    path: str, options: dict[str, Any], arguments: argparse.Namespace
-) -> dict[str, Any]:
-    if not arguments.starts:
-        return {}
+def measure_starts_of(model: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Times new processes, which need the device's memory for themselves."""
+    with materialised(model) as (path, needed):
 
-    def start(*, cold: bool) -> Any:  # noqa: ANN401
-        return run_startup(path, options, num_prompt_tokens=arguments.input_len, cold=cold)
+        def start(*, cold: bool) -> StartupRun:
+            options = {**OPTIONS, **needed}
+            return run_startup(path, options, num_prompt_tokens=arguments.input_len, cold=cold)
 
-    cold = summarise_startup([start(cold=True)])
-    start(cold=False)
-    warm = summarise_startup([start(cold=False) for _ in range(arguments.starts)])
+        cold = summarise_startup([start(cold=True)])
+        start(cold=False)
+        warm = summarise_startup([start(cold=False) for _ in range(arguments.starts)])
     return {"start_cold": cold, "start_warm": warm}
 
 
 def main() -> None:
     """Runs the benchmark and prints one JSON object."""
     arguments = parse_arguments()
-    results = {model: measure(model, arguments) for model in arguments.models}
+    results: dict[str, dict[str, Any]] = {model: {} for model in arguments.models}
+    if arguments.starts:
+        # Before this process takes any memory of the device.
+        for model, result in results.items():
+            result |= measure_starts_of(model, arguments)
+    for model, result in results.items():
+        result |= measure_latency_of(model, arguments)
     text = json.dumps({"benchmark": "latency", "models": results}, indent=2) + "\n"
     sys.stdout.write(text)
     if arguments.output_json:

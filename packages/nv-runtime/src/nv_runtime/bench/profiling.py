@@ -120,7 +120,7 @@ def profile_steps(
     try:
         if steady:
             _run_until_decoding(engine)
-        with _spans(engine), profile(activities=activities) as profiler:
+        with _spans(engine), profile(activities=activities, acc_events=True) as profiler:
             for _ in range(num_steps):
                 with record_function("step"):
                     engine.step()

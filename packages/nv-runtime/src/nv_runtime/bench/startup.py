@@ -50,7 +50,7 @@ def run_startup(
 
     Args:
         model: For `LLM(...)`.
-        options: For `LLM(...)`; JSON-compatible.
+        options: For `LLM(...)`; JSON-compatible. The process shows no progress bar.
         num_prompt_tokens: Length of the prompt.
         cold: Whether the process finds an empty cache of compiled kernels.
 
