@@ -26,6 +26,7 @@ from nv_models import (
 )
 from nv_runtime.engine import Engine
 from nv_runtime.engine_config import EngineConfig
+from nv_runtime.engine_stats import EngineStats
 from nv_runtime.executor import Executor
 from nv_runtime.generation_config import default_sampling_params, eos_token_ids
 from nv_runtime.hub import resolve_model
@@ -265,6 +266,15 @@ def _build_engine(
             num_steps_ahead=num_steps_ahead,
         )
         step_log = EngineStepLog(config.step_log, header)
+    stats = None
+    if not config.disable_log_stats:
+        stats = EngineStats(
+            scheduler,
+            model_name=config.model,
+            num_blocks=part.num_blocks,
+            max_model_len=max_model_len,
+            log_interval_s=config.log_stats_interval_s,
+        )
     phases.log()
     return EngineParts(
         engine=Engine(
@@ -274,6 +284,7 @@ def _build_engine(
             vocab_size=model_config.vocab_size,
             num_steps_ahead=num_steps_ahead,
             step_log=step_log,
+            stats=stats,
         ),
         tokenizer=tokenizer,
         default_sampling_params=_default_sampling_params(config, checkpoint),

@@ -23,6 +23,7 @@ from nv_core import (
 )
 from nv_runtime.answer import Answer
 from nv_runtime.bad_words import with_tokenized_bad_words
+from nv_runtime.engine_stats import EngineStats
 from nv_runtime.executor import Executor
 from nv_runtime.model_runner import StepHandle
 from nv_runtime.prompt import TokenizedPrompt
@@ -44,6 +45,7 @@ class Engine:
         vocab_size: int,
         num_steps_ahead: int = 0,
         step_log: EngineStepLog | None = None,
+        stats: EngineStats | None = None,
     ) -> None:
         """Joins the parts; see `nv_runtime.builder` for how they are made.
 
@@ -54,6 +56,7 @@ class Engine:
             vocab_size: Number of token ids that the model has.
             num_steps_ahead: How many steps are launched before the oldest is collected.
             step_log: Writes down what each step does; None for no log.
+            stats: Counts what the engine does; None to count nothing.
         """
         self.scheduler = scheduler
         self.runner = runner
@@ -61,6 +64,7 @@ class Engine:
         self._vocab_size = vocab_size
         self._num_steps_ahead = num_steps_ahead
         self._step_log = step_log
+        self.stats = stats
         self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
         self._requests: dict[str, Request] = {}
         self._owners: dict[int, tuple[Request, Answer]] = {}
@@ -94,6 +98,8 @@ class Engine:
         if self._step_log is not None:
             self._step_log.note_launched(plan, planned=planned)
         launched = now()
+        if self.stats is not None:
+            self.stats.note_launch(plan, launched)
         for entry in plan.sequences:
             # One that a commit in between has ended has no owner any more.
             owner = self._owners.get(entry.seq_id)
@@ -231,6 +237,8 @@ class Engine:
         if sampled and answer.meets_stop_text():
             self.scheduler.finish(seq_id, FinishReason.STOP)
         request.note_progress(answer, now(), sampled=sampled)
+        if sampled and self.stats is not None:
+            self.stats.note_token(request, answer)
         if answer.is_finished:
             self._forget(request, answer)
         return request
@@ -238,6 +246,8 @@ class Engine:
     def _forget(self, request: Request, answer: Answer) -> None:
         if self._step_log is not None:
             self._step_log.note_finished(answer.sequence)
+        if self.stats is not None:
+            self.stats.note_finished(request, answer, now())
         self._owners.pop(answer.sequence.seq_id, None)
         if request.is_finished:
             self._requests.pop(request.request_id, None)

@@ -88,6 +88,9 @@ class EngineConfig:
         seed: Seed of dummy weights, and of the draws of requests that bring no seed.
         step_log: A file to write what each step does and when, one JSON object a line, for
             `nv_core.sim` to draw, measure and fit; `.gz` at the end packs it. None for no log.
+        disable_log_stats: Whether the engine counts nothing, and writes no line about its load to
+            the log from time to time. `LLM.get_metrics` needs the counts.
+        log_stats_interval_s: Seconds between two such lines, which are written while it works.
         show_progress: Whether loading shows a progress bar on standard error.
 
     Raises:
@@ -122,6 +125,8 @@ class EngineConfig:
     generation_config: str = "auto"
     seed: int = 0
     step_log: str | None = None
+    disable_log_stats: bool = True
+    log_stats_interval_s: float = 10.0
     show_progress: bool = True
 
     def __new__(cls, **values: object) -> EngineConfig:
@@ -148,6 +153,9 @@ class EngineConfig:
         share = self.gpu_memory_utilization
         if not isinstance(share, (int, float)) or not 0 < share <= 1:
             raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {share!r}")
+        interval = self.log_stats_interval_s
+        if not isinstance(interval, (int, float)) or not interval > 0:
+            raise ConfigError(f"log_stats_interval_s must be seconds above 0, got {interval!r}")
         if not isinstance(self.dtype, torch.dtype) and self.dtype not in ("auto", *DTYPES):
             names = ", ".join(("auto", *DTYPES))
             raise ConfigError(f"dtype must be one of {names}, got {self.dtype!r}")
@@ -160,6 +168,7 @@ class EngineConfig:
             "enforce_eager",
             "enable_prefix_caching",
             "skip_tokenizer_init",
+            "disable_log_stats",
             "show_progress",
         ):
             if not isinstance(getattr(self, name), bool):

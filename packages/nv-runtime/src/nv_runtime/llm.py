@@ -13,6 +13,7 @@ from nv_models import ModelConfig
 from nv_runtime.builder import EngineParts, build_engine
 from nv_runtime.conversation import Message, render_conversation, split_conversations
 from nv_runtime.engine import Engine
+from nv_runtime.metrics import Metric
 from nv_runtime.outputs import RequestOutput
 from nv_runtime.prompt import (
     Prompt,
@@ -234,6 +235,19 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """Returns the parameters of requests that bring none."""
         return self._open_parts().default_sampling_params
+
+    def get_metrics(self) -> list[Metric]:
+        """Returns what the engine has counted, under vLLM's names with the prefix `nv:`.
+
+        Raises:
+            RequestError: The engine was made with `disable_log_stats=True`, the default.
+        """
+        stats = self._open_parts().engine.stats
+        if stats is None:
+            raise RequestError(
+                "the engine counts nothing; make the LLM with disable_log_stats=False"
+            )
+        return stats.metrics()
 
     @property
     def llm_engine(self) -> Engine:

@@ -81,7 +81,6 @@ _WITHOUT_EFFECT = {
     "disable_cascade_attn",
     "disable_custom_all_reduce",
     "disable_log_requests",
-    "disable_log_stats",
     "limit_mm_per_prompt",
     "max_logprobs",
     "max_lora_rank",

@@ -141,6 +141,8 @@ ENGINE_FLAGS = (
     Flag("load_format", "auto, safetensors, gguf, or dummy for random weights."),
     Flag("generation_config", "auto, or vllm to ignore the model's sampling defaults."),
     Flag("seed", "Seed of all random draws.", int),
+    Flag("disable_log_stats", "Count nothing, and log no load.", is_switch=True),
+    Flag("log_stats_interval_s", "Seconds between lines about the load in the log.", float),
     Flag("step_log", "Write what each step does and when to this file, for nv-sim report."),
 )
 
