@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import re
 import runpy
 import sys
@@ -44,6 +45,21 @@ def test_token_ids(
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("514 prompt tokens, 0 of them from the prefix cache -> [")
     assert second.startswith("515 prompt tokens, 512 of them from the prefix cache -> [")
+
+
+def test_async_streaming(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run("async_streaming.py", monkeypatch, str(checkpoint))
+    lines = capsys.readouterr().out.splitlines()
+    for name in ("ada", "bob"):
+        assert sum(line.startswith(f"{name}: ") for line in lines) > 1
+        assert any(line.startswith(f"{name} has heard it all") for line in lines)
+    assert "eve has left" in lines or any(line.startswith("eve has heard") for line in lines)
+    assert sum(line.startswith("eve: ") for line in lines) <= 8
+    # They took turns: nobody had to wait until another was done.
+    names = [line.split(":")[0] for line in lines if ": " in line]
+    assert any(a != b for a, b in itertools.pairwise(names[:10]))
 
 
 def test_demo_without_its_model_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
