@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from nv_models.config import ModelConfig
+    from nv_models.symmetric_memory import FusedAllReduce
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class TensorParallel:
         stages_on_host: Whether tensors on a device travel through host memory, because the group
             knows host memory only. For tests: it is slow, and no CUDA graph can hold it.
 
+        fused: Sums small messages together with what follows them; None to leave it to the group.
+
     Raises:
         ConfigError: `rank` is not below `size`, or the group is missing.
     """
@@ -42,6 +45,7 @@ class TensorParallel:
     size: int = 1
     group: dist.ProcessGroup | None = None
     stages_on_host: bool = False
+    fused: FusedAllReduce | None = None
 
     def __post_init__(self) -> None:
         if self.size < 1:

@@ -60,6 +60,7 @@ _OPTIONS_OF_ALL_RANKS = (
     "max_num_batched_tokens",
     "tensor_parallel_size",
     "enforce_eager",
+    "fused_all_reduce",
     "attention_backend",
     "load_format",
     "seed",

@@ -71,6 +71,9 @@ class EngineConfig:
         distributed_executor_backend: vLLM's name of the same: "mp" or "external_launcher".
         collective_backend: How ranks talk while they compute: "nccl", "gloo", or "auto" for NCCL on
             CUDA and gloo on a CPU. With gloo, ranks can share a CUDA device, without CUDA graphs.
+        fused_all_reduce: Whether ranks on GPUs sum small messages in one kernel with the addition
+            and the norm behind, over memory that they map into each other, instead of through NCCL.
+            Where that is not possible, a warning says why, and NCCL does it.
         rank_timeout_s: Seconds that a step may take before its ranks count as lost; it holds the
             compiling of kernels and the capture of graphs.
         rank_start_timeout_s: Seconds that the ranks may take to be ready, loading included.
@@ -113,6 +116,7 @@ class EngineConfig:
     distributed_executor: str | None = None
     distributed_executor_backend: str | None = None
     collective_backend: str = "auto"
+    fused_all_reduce: bool = False
     rank_timeout_s: float = 300.0
     rank_start_timeout_s: float = 600.0
     enforce_eager: bool = False
@@ -166,6 +170,7 @@ class EngineConfig:
             raise ConfigError(f"step_log must be a path or None, got {self.step_log!r}")
         for name in (
             "enforce_eager",
+            "fused_all_reduce",
             "enable_prefix_caching",
             "skip_tokenizer_init",
             "disable_log_stats",

@@ -49,10 +49,14 @@ class RMSNorm(nn.Module):
             The normalised sum, and the sum: the new residual stream. Both are the same on every
             rank.
         """
-        if self.tensor_parallel.size > 1:
+        ranks = self.tensor_parallel
+        if ranks.size > 1:
             if partial.dim() > residual.dim():
                 partial = partial[0] if len(partial) == 1 else partial.sum(0).to(residual.dtype)
-            partial = self.tensor_parallel.all_reduce(partial)
+            if ranks.fused is not None and ranks.fused.fits(partial):
+                weight, eps = self.weight, self.eps
+                return ranks.fused.all_reduce_add_rms_norm(partial, residual, weight, eps=eps)
+            partial = ranks.all_reduce(partial)
         return add_rms_norm(partial, residual, self.weight, eps=self.eps)
 
     def targets(self, name: str) -> Iterator[TensorTarget]:

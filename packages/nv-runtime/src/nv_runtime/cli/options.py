@@ -131,6 +131,7 @@ ENGINE_FLAGS = (
     Flag("distributed_executor", "Who starts the ranks: mp, or external (torchrun)."),
     Flag("distributed_executor_backend", "vLLM's name of that: mp or external_launcher."),
     Flag("collective_backend", "How ranks talk: auto, nccl or gloo."),
+    Flag("fused_all_reduce", "Sum small messages over symmetric memory.", is_switch=True),
     Flag("rank_timeout_s", "Seconds that a step may take before ranks count as lost.", float),
     Flag("rank_start_timeout_s", "Seconds that ranks may take to be ready.", float),
     Flag("enforce_eager", "Never replay CUDA graphs.", is_switch=True),

@@ -80,6 +80,7 @@ class ExternalRanks:
             device=self._device,
             timeout_s=config.rank_timeout_s,
             is_watched=False,
+            fuses=config.fused_all_reduce,
         )
         agreement = Agreement(
             self._store, rank=self.rank, size=config.tensor_parallel_size, check=self._check_start

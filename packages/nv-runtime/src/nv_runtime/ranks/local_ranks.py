@@ -241,6 +241,7 @@ class _Group:
             device=device,
             timeout_s=config.rank_start_timeout_s,
             is_watched=True,
+            fuses=config.fused_all_reduce,
         )
         agreement = Agreement(self._store, rank=0, size=size, check=self._check_start)
         return self._rank_group.tensor_parallel, agreement

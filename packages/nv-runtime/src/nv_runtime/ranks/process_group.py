@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import socket
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store, TCPStor
 
 from nv_core import ConfigError
 from nv_models import TensorParallel
+from nv_models.symmetric_memory import make_fused_all_reduce
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -117,6 +118,7 @@ def join_group(
     device: torch.device,
     timeout_s: float,
     is_watched: bool,
+    fuses: bool,
 ) -> RankGroup:
     """Joins the group of all ranks; returns when every rank has.
 
@@ -129,6 +131,7 @@ def join_group(
         timeout_s: How long a collective may wait for the slowest rank.
         is_watched: Whether the engine itself notices ranks that are gone, and aborts the group. If
             not, torch ends this process when a collective on the device fails or waits too long.
+        fuses: Whether to sum small messages over symmetric memory, where the devices can.
     """
     host = TensorParallel(rank, size, _gloo_group(store, "host", rank, size, timeout_s))
     if backend == "nccl":
@@ -136,7 +139,10 @@ def join_group(
             # torch's limit would only see that a collective is late, not why.
             limit = timedelta(days=7) if is_watched else timedelta(seconds=timeout_s)
             group = _nccl_group(store, rank, size, device, limit)
-        return RankGroup(TensorParallel(rank, size, group), host)
+        ranks = TensorParallel(rank, size, group)
+        if fuses:
+            ranks = replace(ranks, fused=make_fused_all_reduce(ranks, store, device))
+        return RankGroup(ranks, host)
     stages = device.type != "cpu"
     return RankGroup(TensorParallel(rank, size, host.group, stages_on_host=stages), host)
 

@@ -110,6 +110,7 @@ def _run(start: StartMessage, channel: Channel, segment: SharedSegment) -> None:
         device=device,
         timeout_s=start.timeout_s,
         is_watched=True,
+        fuses=config.fused_all_reduce,
     )
     agreement = Agreement(store, rank=start.rank, size=start.size, check=_nothing_to_check)
     checkpoint = open_checkpoint(config.model)
