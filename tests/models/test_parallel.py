@@ -156,7 +156,7 @@ class TestShares:
 
     @pytest.mark.parametrize(
         ("vocab_size", "size", "num_tokens"),
-        [(8, 2, [4, 4]), (7, 2, [4, 3]), (9, 4, [3, 3, 3, 0]), (5, 4, [2, 2, 1, 0])],
+        [(64, 2, [32, 32]), (40, 2, [32, 8]), (131, 4, [48, 48, 35, 0]), (5, 4, [5, 0, 0, 0])],
     )
     def test_vocabulary_is_padded_with_zeros(
         self, vocab_size: int, size: int, num_tokens: list[int]

@@ -34,6 +34,7 @@ def make_batch() -> DeviceBatch:
         max_num_seqs=MAX_NUM_SEQS,
         max_batch=MAX_NUM_SEQS,
         max_blocks=MAX_BLOCKS,
+        vocab_size=50,
         device=torch.device("cpu"),
         seed_of=lambda entry: (entry.seq_id + 1) * 0x123456789ABCDEF1,
     )

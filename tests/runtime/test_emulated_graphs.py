@@ -20,14 +20,23 @@ import nv_runtime.cuda_graphs
 import tiny_checkpoints
 from nv_core import SamplingParams, Step
 from nv_runtime import LLM
-from nv_runtime.decode_step import DecodeOutput
 from nv_runtime.device_batch import DeviceBatch
+from nv_runtime.sampler import SampledTokens
 
-Output = Tensor | DecodeOutput
+Output = Tensor | SampledTokens
 
 
-def tensors_of(output: Output) -> list[Tensor | None]:
-    return [output] if isinstance(output, Tensor) else [output.token_ids, output.logits]
+def tensors_of(output: Output) -> list[Tensor]:
+    if isinstance(output, Tensor):
+        return [output]
+    logprobs = [] if output.logprobs is None else list(vars(output.logprobs).values())
+    return [output.token_ids, *logprobs]
+
+
+def state_of(batch: DeviceBatch) -> list[Tensor]:
+    """All that a step may write, but for KV blocks."""
+    tables = [table for table in vars(batch.tables).values() if isinstance(table, Tensor)]
+    return [batch.rows, *tables]
 
 
 class EmulatedGraph:
@@ -39,8 +48,7 @@ class EmulatedGraph:
     def replay(self) -> None:
         self.num_replays += 1
         for kept, fresh in zip(tensors_of(self._output), tensors_of(self._run()), strict=True):
-            if kept is not None and fresh is not None:
-                kept.copy_(fresh)
+            kept.copy_(fresh)
 
 
 class Emulator:
@@ -62,10 +70,11 @@ class Emulator:
 
     def capture(self, run: Callable[[], Output], _pool: object) -> tuple[EmulatedGraph, Output]:
         # A capture runs nothing: whatever this run writes is put back.
-        before = [batch.rows.clone() for batch in self.batches]
+        state = [tensor for batch in self.batches for tensor in state_of(batch)]
+        before = [tensor.clone() for tensor in state]
         output = run()
-        for batch, rows in zip(self.batches, before, strict=True):
-            batch.rows.copy_(rows)
+        for tensor, old in zip(state, before, strict=True):
+            tensor.copy_(old)
         self.graphs.append(EmulatedGraph(run, output))
         return self.graphs[-1], output
 
@@ -101,6 +110,10 @@ def random_requests(seed: int) -> tuple[list[list[int]], list[SamplingParams]]:
         {"temperature": 0.9},
         {"temperature": 1.2, "top_k": 5},
         {"temperature": 0.7, "repetition_penalty": 1.3},
+        {"temperature": 0.8, "frequency_penalty": 0.9, "presence_penalty": -0.5, "top_p": 0.9},
+        {"temperature": 1.1, "logit_bias": {3: 4.0, 9: -50.0}, "min_p": 0.05},
+        {"temperature": 1.3, "allowed_token_ids": list(range(5, 131, 3))},
+        {"temperature": 0.6, "bad_words": [[7], [5, 9], [1, 2, 3, 4]]},
         {"temperature": 1.0, "min_tokens": 4, "stop_token_ids": list(range(0, 131, 9))},
     ]
     params = [

@@ -198,6 +198,6 @@ def _nap_before(original: Callable[..., Any], *args: Any) -> Any:  # noqa: ANN40
     return original(*args)
 
 
-def biased(original: Callable[..., Any], *args: Any) -> Any:  # noqa: ANN401
+def biased(original: Callable[..., Any], *args: Any, **options: Any) -> Any:  # noqa: ANN401
     """Samples as another device may: not quite the same."""
-    return original(*args) * 0
+    return original(*args, **options) * 0

@@ -59,6 +59,8 @@ def make_case(path: Path, spec: TinySpec) -> Case:
         {"temperature": 0.8, "top_k": 5},
         {"temperature": 1.0, "top_p": 0.7, "min_p": 0.02},
         {"temperature": 0.0, "repetition_penalty": 1.4},
+        {"temperature": 0.9, "frequency_penalty": 0.8, "logit_bias": {3: 2.0}, "min_tokens": 3},
+        {"temperature": 1.1, "allowed_token_ids": [1, 2, 5, 7], "bad_words": [[5], [1, 2]]},
     ]
     params = [
         SamplingParams(max_tokens=NUM_OUTPUT_TOKENS, ignore_eos=True, **kinds[index % len(kinds)])
@@ -153,6 +155,6 @@ def test_ranks_that_would_sample_differently_follow_rank_0(
     case: Case, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The filters of rank 1 are biased on purpose; the tokens of rank 0 count on both."""
-    fork_ranks(monkeypatch, {1: In("nv_runtime.model_runner", "sample", biased)})
+    fork_ranks(monkeypatch, {1: In("nv_runtime.sampler", "sample_tokens", biased)})
     with make_llm(case, tensor_parallel_size=2) as llm:
         assert tokens_of(generate(llm, case)) == expected

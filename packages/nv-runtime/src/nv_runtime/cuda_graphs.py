@@ -14,15 +14,18 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from nv_core import StepPlan
-from nv_runtime.decode_step import DecodeOutput, DecodeStep
+from nv_runtime.decode_step import DecodeStep
 from nv_runtime.input_builder import StepLayout
 from nv_runtime.mixed_step import MixedStep
+from nv_runtime.sampler import SampledTokens
+from nv_runtime.sampling_needs import SamplingNeeds
+from nv_runtime.sampling_tables import SamplingTables
 
 _Output = TypeVar("_Output")
 
@@ -80,58 +83,70 @@ def context_bound(max_context_len: int, max_model_len: int) -> int:
     return max(min(bound, max_model_len), max_context_len)
 
 
+_DecodeKey: TypeAlias = "tuple[int, int, SamplingNeeds, tuple[int, ...]]"
+"""Padded batch size, context bound, needs of sampling, and the shape of the banned words."""
+
+
 class DecodeGraphs:
     """Runs decode steps of any size by replaying graphs."""
 
     def __init__(
-        self, step: DecodeStep, *, padding_row: int, max_num_seqs: int, max_model_len: int
+        self,
+        step: DecodeStep,
+        *,
+        tables: SamplingTables,
+        padding_row: int,
+        max_num_seqs: int,
+        max_model_len: int,
     ) -> None:
         """Captures nothing yet.
 
         Args:
             step: What to capture.
+            tables: What its sampling reads; a graph goes with the tables of its time.
             padding_row: Row that a warm-up run may use without harm.
             max_num_seqs: Largest batch.
             max_model_len: Longest context.
         """
         self._step = step
+        self._tables = tables
         self._padding_row = padding_row
         self._max_model_len = max_model_len
         self._buckets = batch_buckets(max_num_seqs)
-        self._graphs: dict[tuple[int, int, bool], tuple[torch.cuda.CUDAGraph, DecodeOutput]] = {}
+        self._graphs: dict[_DecodeKey, tuple[torch.cuda.CUDAGraph, SampledTokens]] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
     def padded_size(self, batch_size: int) -> int:
         """The smallest captured size that holds a batch."""
         return _padded(batch_size, self._buckets)
 
-    def run(self, batch: Tensor, *, max_context_len: int, samples: bool) -> DecodeOutput:
+    def run(self, batch: Tensor, *, max_context_len: int, needs: SamplingNeeds) -> SampledTokens:
         """Replays the step's graph, capturing it first if need be.
 
         Args:
             batch: The arena's batch, cut to a padded size; graphs read this very memory.
             max_context_len: Longest context of the batch, this step's token included.
-            samples: See `DecodeStep`.
+            needs: See `DecodeStep`.
 
         Returns:
             The graph's own output tensors; the next replay of the same graph overwrites them.
         """
         bound = context_bound(max_context_len, self._max_model_len)
-        key = (batch.shape[0], bound, samples)
+        key = (batch.shape[0], bound, needs, self._tables.banned_shape * needs.banned_words)
         if key not in self._graphs:
-            self._graphs[key] = self._capture(batch, max_context_len=bound, samples=samples)
+            self._graphs[key] = self._capture(batch, max_context_len=bound, needs=needs)
         graph, output = self._graphs[key]
         graph.replay()
         return output
 
     def _capture(
-        self, batch: Tensor, *, max_context_len: int, samples: bool
-    ) -> tuple[torch.cuda.CUDAGraph, DecodeOutput]:
+        self, batch: Tensor, *, max_context_len: int, needs: SamplingNeeds
+    ) -> tuple[torch.cuda.CUDAGraph, SampledTokens]:
         """Captures one graph, after a run on padding rows that does no harm."""
         padding = torch.full_like(batch, self._padding_row)
-        self._step(padding, max_context_len=max_context_len, samples=samples)
+        self._step(padding, max_context_len=max_context_len, needs=needs)
         return capture(
-            lambda: self._step(batch, max_context_len=max_context_len, samples=samples), self._pool
+            lambda: self._step(batch, max_context_len=max_context_len, needs=needs), self._pool
         )
 
 

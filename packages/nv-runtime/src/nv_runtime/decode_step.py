@@ -7,29 +7,14 @@ same padded size (`nv_runtime.cuda_graphs`), or be called as it is.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from nv_kernels import AttentionMetadata, LayerKVCache
 from nv_models import CausalLM
-from nv_runtime.device_batch import FIRST_BLOCK, IS_ACTIVE, LENGTH, SEED, TEMPERATURE, TOKEN
-from nv_runtime.sharded_sampling import sample_from_shard
-
-
-@dataclass(frozen=True)
-class DecodeOutput:
-    """What a decode step leaves behind.
-
-    Attributes:
-        token_ids: Sampled tokens, [padded_size] int64; None if the caller samples.
-        logits: This rank's part, [padded_size, tokens per rank]; None if the tokens are sampled
-            already, so that a graph need not keep them.
-    """
-
-    token_ids: Tensor | None
-    logits: Tensor | None
+from nv_runtime.device_batch import FIRST_BLOCK, IS_ACTIVE, LENGTH, TOKEN
+from nv_runtime.sampler import SampledTokens, Sampler
+from nv_runtime.sampling_needs import SamplingNeeds
 
 
 class DecodeStep:
@@ -40,6 +25,7 @@ class DecodeStep:
         model: CausalLM,
         kv_caches: tuple[LayerKVCache, ...],
         rows: Tensor,
+        sampler: Sampler,
         *,
         block_size: int,
     ) -> None:
@@ -49,34 +35,39 @@ class DecodeStep:
             model: The model.
             kv_caches: One cache per layer; each step writes one slot per active row.
             rows: The rows of `DeviceBatch`; each step advances those that take part.
+            sampler: Samples the tokens; for the same rows.
             block_size: Tokens per KV block.
         """
+        self._sampler = sampler
         self._model = model
         self._kv_caches = kv_caches
         self._rows = rows
         self._block_size = block_size
 
     @torch.inference_mode()
-    def __call__(self, batch: Tensor, *, max_context_len: int, samples: bool) -> DecodeOutput:
+    def __call__(
+        self, batch: Tensor, *, max_context_len: int, needs: SamplingNeeds
+    ) -> SampledTokens:
         """Runs one step.
 
         Args:
             batch: Row numbers, [padded_size] int32; the padding row may stand behind the others.
             max_context_len: At least the longest context of the batch, this step's token included.
-            samples: Whether to draw the next tokens by temperature alone and store them in the
-                rows. If not, the caller samples from the logits and stores them.
+            needs: What sampling the next tokens needs.
 
         Returns:
-            Tokens or logits. The rows' lengths are advanced in any case.
+            The next tokens, [padded_size]. They stand in the rows, whose lengths are advanced.
         """
         padded_size = batch.shape[0]
         num_blocks = -(-max_context_len // self._block_size)
-        state = self._rows[:, : FIRST_BLOCK + num_blocks].index_select(0, batch)
+        # Rows of an even width, so that seeds can be read as 64 bits where they are.
+        width = FIRST_BLOCK + num_blocks + num_blocks % 2
+        state = self._rows[:, :width].index_select(0, batch)
         rows = batch.long()
         is_active = state[:, IS_ACTIVE]
         length = state[:, LENGTH]
         positions = length.long()
-        block_table = state[:, FIRST_BLOCK:]
+        block_table = state[:, FIRST_BLOCK : FIRST_BLOCK + num_blocks]
         block_ids = block_table.gather(1, (positions // self._block_size)[:, None])[:, 0]
         slots = block_ids * self._block_size + length % self._block_size
         metadata = AttentionMetadata(
@@ -88,14 +79,6 @@ class DecodeStep:
             max_context_len=max_context_len,
         )
         hidden = self._model(state[:, TOKEN].long(), positions, self._kv_caches, metadata)
-        logits = self._model.compute_logits_shard(hidden)
+        shard = self._model.compute_logits_shard(hidden)
         self._rows[:, LENGTH].index_copy_(0, rows, length + is_active)
-        if not samples:
-            return DecodeOutput(None, logits)
-        seeds = (state[:, SEED + 1].long() << 32) | (state[:, SEED].long() & 0xFFFFFFFF)
-        temperatures = state[:, TEMPERATURE].contiguous().view(torch.float32)
-        token_ids = sample_from_shard(self._model, logits, temperatures, seeds, positions + 1)
-        # A padding row's logits mean nothing; its token must still be one.
-        token_ids = token_ids * is_active
-        self._rows[:, TOKEN].index_copy_(0, rows, token_ids.int())
-        return DecodeOutput(token_ids, None)
+        return self._sampler(shard, batch, state, positions + 1, needs)

@@ -1,9 +1,9 @@
 """DeviceBatch: one row of device state for each resident sequence.
 
 A row holds what a decode step needs: the last token, the length, how to sample, and the block
-table. Decode steps read and advance rows on the device; the host sends only what it alone knows (a
-new sequence, a new block), as (place, value) pairs in one packed buffer. A steady decode step sends
-nothing.
+table; `nv_runtime.sampling_tables` holds what few requests need besides. Decode steps read and
+advance rows on the device; the host sends only what it alone knows (a new sequence, a new block),
+as (place, value) pairs in one packed buffer. A steady decode step sends nothing.
 
 Everything lies in one int32 arena, so that one upload can change anything:
 
@@ -16,21 +16,33 @@ sampled token, an advanced length) is never read back here.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from nv_core import ScheduledSequence, StepPlan
-from nv_runtime.sampler import effective_temperature
+from nv_core import SamplingParams, ScheduledSequence, StepPlan
+from nv_runtime.sampling_needs import (
+    PLAIN,
+    RowNeeds,
+    SamplingNeeds,
+    effective_temperature,
+    needs_of,
+)
+from nv_runtime.sampling_tables import SamplingTables
 
-# Columns of a row. Seeds are 64 bits, low half first, and stand at an even column.
+# Columns of a row. Seeds are 64 bits, low half first, and stand at an even column. Penalties are
+# three columns: of repetition, of frequency and of presence.
 TOKEN, LENGTH, TEMPERATURE, IS_ACTIVE, SEED = 0, 1, 2, 3, 4
-FIRST_BLOCK = 8
+TOP_K, TOP_P, MIN_P, PENALTIES = 6, 7, 8, 9
+FIRST_BLOCK = 12
 
 _NUM_STAGING_BUFFERS = 4
 """More than there are steps in flight, so that a buffer is never rewritten while it is copied."""
+
+
+_PLAIN_ROW = RowNeeds(PLAIN, PLAIN, 0)
 
 
 @dataclass
@@ -41,11 +53,13 @@ class _Row:
         num_blocks: Blocks of the table that are there.
         length: The row's length, as decode steps will read it.
         token_position: Position in the sequence of the row's token.
+        needs: What sampling its tokens needs.
     """
 
     num_blocks: int = 0
     length: int = -1
     token_position: int = -1
+    needs: RowNeeds = _PLAIN_ROW
 
 
 class DeviceBatch:
@@ -57,6 +71,7 @@ class DeviceBatch:
         batch: Row numbers of the sequences in the current batch, [max_batch] int32; places behind
             them name the padding row.
         padding_row: Number of the padding row.
+        tables: What sampling remembers beside the rows.
     """
 
     def __init__(
@@ -65,6 +80,7 @@ class DeviceBatch:
         max_num_seqs: int,
         max_batch: int,
         max_blocks: int,
+        vocab_size: int,
         device: torch.device,
         seed_of: Callable[[ScheduledSequence], int],
     ) -> None:
@@ -74,6 +90,7 @@ class DeviceBatch:
             max_num_seqs: Most resident sequences.
             max_batch: Longest batch, padding included.
             max_blocks: Longest block table.
+            vocab_size: Number of token ids.
             device: Where the arena lies.
             seed_of: Gives the key of a sequence's draws, any 64-bit integer.
         """
@@ -84,6 +101,10 @@ class DeviceBatch:
         self.rows = self._arena[:num_values].view(max_num_seqs + 1, width)
         self.batch = self._arena[num_values:]
         self.batch.fill_(self.padding_row)
+        self.tables = SamplingTables(
+            num_rows=max_num_seqs + 1, vocab_size=vocab_size, device=device
+        )
+        self._vocab_size = vocab_size
         self._width = width
         self._batch_start = num_values
         self._seed_of = seed_of
@@ -108,6 +129,15 @@ class DeviceBatch:
     def row_of(self, seq_id: int) -> int:
         """Returns the row of a resident sequence that a plan has brought."""
         return self._row_of[seq_id]
+
+    def needs_of(self, entries: Iterable[ScheduledSequence]) -> SamplingNeeds:
+        """All that sampling the next tokens of these sequences needs."""
+        needs = PLAIN
+        for entry in entries:
+            row_needs = self._known[self._row_of[entry.seq_id]].needs
+            if row_needs is not _PLAIN_ROW:
+                needs |= row_needs.at(entry.num_computed_tokens + entry.num_scheduled_tokens)
+        return needs
 
     def follow(self, plan: StepPlan) -> list[tuple[int, int]]:
         """Brings the rows in line with a plan: leavers out, newcomers in, new blocks appended.
@@ -185,16 +215,25 @@ class DeviceBatch:
             self._arena.index_copy_(0, packed[:count].long(), packed[count:])
 
     def _new_row(self, row: int, entry: ScheduledSequence) -> list[tuple[int, int]]:
-        params = entry.sequence.sampling_params
-        temperature = effective_temperature(params)
+        seq = entry.sequence
+        params = seq.sampling_params
+        needs = needs_of(seq, self._vocab_size)
+        if needs.early != PLAIN or needs.late != PLAIN:
+            self._known[row].needs = needs
+        self.tables.fill(row, seq, needs.early | needs.late)
         seed = self._seed_of(entry) % 2**64
-        start = row * self._width
-        return [
-            (start + TEMPERATURE, struct.unpack("<i", struct.pack("<f", temperature))[0]),
-            (start + IS_ACTIVE, 1),
-            (start + SEED, _signed_32(seed % 2**32)),
-            (start + SEED + 1, _signed_32(seed >> 32)),
-        ]
+        columns = {
+            TEMPERATURE: _bits(effective_temperature(params)),
+            IS_ACTIVE: 1,
+            SEED: _signed_32(seed % 2**32),
+            SEED + 1: _signed_32(seed >> 32),
+            # Any top-k that is no smaller than the vocabulary keeps all.
+            TOP_K: min(params.top_k, self._vocab_size),
+            TOP_P: _bits(params.top_p),
+            MIN_P: _bits(params.min_p),
+            **{PENALTIES + i: _bits(value) for i, value in enumerate(_penalties(params))},
+        }
+        return [(row * self._width + column, value) for column, value in columns.items()]
 
 
 class _StagingBuffers:
@@ -216,6 +255,15 @@ class _StagingBuffers:
         staged = self._buffers[turn][: len(values)]
         staged.copy_(torch.tensor(values, dtype=torch.int32))
         return staged.to(self._device, non_blocking=True)
+
+
+def _penalties(params: SamplingParams) -> tuple[float, float, float]:
+    return params.repetition_penalty, params.frequency_penalty, params.presence_penalty
+
+
+def _bits(value: float) -> int:
+    """The bits of a float32, as an int32."""
+    return int(struct.unpack("<i", struct.pack("<f", value))[0])
 
 
 def _signed_32(value: int) -> int:

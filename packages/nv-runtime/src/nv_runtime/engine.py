@@ -83,8 +83,6 @@ class Engine:
         updated: list[Request] = []
         with self._dropping_requests_on_failure():
             if plan is not None:
-                if self._in_flight and self.runner.needs_committed_tokens(plan):
-                    updated += self._collect(keep=0)
                 updated += self._note_dropped(plan)
                 self._launch(plan, planned)
             updated += self._collect(keep=0 if plan is None else self._num_steps_ahead)

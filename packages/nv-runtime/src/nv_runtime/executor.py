@@ -15,9 +15,6 @@ from nv_runtime.model_runner import StepHandle
 class Executor(Protocol):
     """Runs plans, in the order in which they are launched."""
 
-    def needs_committed_tokens(self, plan: StepPlan) -> bool:
-        """Whether the plan can only be launched when every earlier plan is committed."""
-
     def launch(self, plan: StepPlan) -> StepHandle:
         """Starts a step; after an error, `reset` must come before the next launch."""
 

@@ -20,16 +20,15 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from nv_core import ScheduledSequence, SchedulingError, StepPlan
-from nv_kernels import LayerKVCache
+from nv_core import ScheduledSequence, StepPlan
+from nv_kernels import LayerKVCache, TokenLogprobs
 from nv_models import CausalLM
 from nv_runtime.cuda_graphs import DecodeGraphs, MixedGraphs
-from nv_runtime.decode_step import DecodeOutput, DecodeStep
-from nv_runtime.device_batch import TOKEN, DeviceBatch
+from nv_runtime.decode_step import DecodeStep
+from nv_runtime.device_batch import FIRST_BLOCK, TOKEN, DeviceBatch
 from nv_runtime.input_builder import layout_of, pack_step
 from nv_runtime.mixed_step import MixedStep
-from nv_runtime.sampler import SamplingRow, draws_by_temperature_alone, pack_draw, sample
-from nv_runtime.sharded_sampling import sample_from_shard
+from nv_runtime.sampler import SampledTokens, Sampler
 from nv_runtime.transfer import to_device
 
 
@@ -39,12 +38,15 @@ class StepHandle:
 
     Attributes:
         seq_ids: Sequences that get a token, in the order of `token_ids`.
-        token_ids: The tokens, on the host, [len(seq_ids)] int64; valid once `ready` has passed.
+        token_ids: The tokens, on the host, [len(seq_ids)] int64; valid once `ready` has passed, as
+            everything below.
+        logprobs: Their log-probabilities, on the host; None if no sequence asked for any.
         ready: Marks the arrival of the tokens; None if they are there already.
     """
 
     seq_ids: tuple[int, ...]
     token_ids: Tensor
+    logprobs: TokenLogprobs | None
     ready: torch.cuda.Event | None
 
 
@@ -80,16 +82,19 @@ class ModelRunner:
         self._model = model
         self._block_size = block_size
         self._device = device
-        self._seed_of = seed_of
         self._batch = DeviceBatch(
             max_num_seqs=max_num_seqs,
             max_batch=max_num_seqs,
             max_blocks=-(-max_model_len // block_size),
+            vocab_size=model.config.vocab_size,
             device=device,
             # No method of self: that would make a cycle, and keep a dropped model in memory.
             seed_of=partial(_seed, seed_of=seed_of),
         )
-        self._decode_step = DecodeStep(model, kv_caches, self._batch.rows, block_size=block_size)
+        self._sampler = Sampler(model, self._batch.rows, self._batch.tables)
+        self._decode_step = DecodeStep(
+            model, kv_caches, self._batch.rows, self._sampler, block_size=block_size
+        )
         self._mixed_step = MixedStep(model, kv_caches)
         self._decode_graphs: DecodeGraphs | None = None
         self._mixed_graphs: MixedGraphs | None = None
@@ -103,19 +108,11 @@ class ModelRunner:
             )
             self._decode_graphs = DecodeGraphs(
                 self._decode_step,
+                tables=self._batch.tables,
                 padding_row=self._batch.padding_row,
                 max_num_seqs=max_num_seqs,
                 max_model_len=max_model_len,
             )
-
-    def needs_committed_tokens(self, plan: StepPlan) -> bool:
-        """Whether the plan can only be launched when every earlier plan is committed.
-
-        A repetition penalty looks at all tokens so far, on the host.
-        """
-        return any(
-            entry.sequence.sampling_params.repetition_penalty != 1 for entry in plan.sequences
-        )
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
@@ -141,19 +138,17 @@ class ModelRunner:
         entries = plan.sequences
         if not entries:
             self._batch.send(changes)
-            return StepHandle((), torch.empty(0, dtype=torch.int64), None)
+            return StepHandle((), torch.empty(0, dtype=torch.int64), None, None)
         if all(entry.num_scheduled_tokens == 1 and entry.samples for entry in entries):
             # The longest first, so that what is left when an attention kernel runs dry is short.
             entries = tuple(sorted(entries, key=_num_computed_tokens, reverse=True))
-            token_ids = self._run_decode(entries, changes)
+            sampled = self._run_decode(entries, changes)
             seq_ids = tuple(entry.seq_id for entry in entries)
         else:
             self._batch.send(changes)
-            token_ids = self._run_mixed(plan)
+            sampled = self._run_mixed(plan)
             seq_ids = plan.sampled_seq_ids
-        # A copy in any case: a graph's output is overwritten by its next replay.
-        host_token_ids = token_ids.to("cpu", non_blocking=True, copy=True)
-        return StepHandle(seq_ids, host_token_ids, self._mark())
+        return self._handle(seq_ids, sampled)
 
     def collect(self, handle: StepHandle) -> dict[int, int]:
         """Waits for a step and returns the token of each sequence that got one."""
@@ -161,26 +156,41 @@ class ModelRunner:
             handle.ready.synchronize()
         return dict(zip(handle.seq_ids, handle.token_ids.tolist(), strict=True))
 
+    def _handle(self, seq_ids: tuple[int, ...], sampled: SampledTokens) -> StepHandle:
+        """Starts the way to the host of what was sampled, padding left out."""
+        count = len(seq_ids)
+
+        def to_host(values: Tensor) -> Tensor:
+            # A copy in any case: a graph's output is overwritten by its next replay.
+            return values[:count].to("cpu", non_blocking=True, copy=True)
+
+        logprobs = sampled.logprobs
+        if logprobs is not None:
+            logprobs = TokenLogprobs(
+                logprobs=to_host(logprobs.logprobs),
+                ranks=to_host(logprobs.ranks),
+                top_logprobs=to_host(logprobs.top_logprobs),
+                top_token_ids=to_host(logprobs.top_token_ids),
+            )
+        return StepHandle(seq_ids, to_host(sampled.token_ids), logprobs, self._mark())
+
     def _run_decode(
         self, entries: Sequence[ScheduledSequence], changes: list[tuple[int, int]]
-    ) -> Tensor:
-        """Runs a decode step; returns its tokens, [len(entries)] int64."""
+    ) -> SampledTokens:
+        """Runs a decode step; returns its tokens, those of padding behind the others."""
         graphs = self._decode_graphs
         size = len(entries) if graphs is None else graphs.padded_size(len(entries))
         changes += self._batch.prepare_decode(entries, padded_size=size)
         self._batch.send(changes)
-        batch = self._batch.batch[:size]
         longest = 1 + max(entry.num_computed_tokens for entry in entries)
-        samples = all(_draws_by_temperature_alone(entry) for entry in entries)
-        run: Callable[..., DecodeOutput] = self._decode_step if graphs is None else graphs.run
-        output = run(batch, max_context_len=longest, samples=samples)
-        if output.logits is not None:
-            return self._sample(output.logits[: len(entries)], entries)
-        if output.token_ids is None:
-            raise SchedulingError("a decode step returned neither tokens nor logits")
-        return output.token_ids[: len(entries)]
+        run: Callable[..., SampledTokens] = self._decode_step if graphs is None else graphs.run
+        return run(
+            self._batch.batch[:size],
+            max_context_len=longest,
+            needs=self._batch.needs_of(entries),
+        )
 
-    def _run_mixed(self, plan: StepPlan) -> Tensor:
+    def _run_mixed(self, plan: StepPlan) -> SampledTokens:
         """Runs any plan; returns the tokens of the entries that sample, in order."""
         graphs = self._mixed_graphs
         shape = None if graphs is None else graphs.shape_for(plan)
@@ -204,24 +214,21 @@ class ModelRunner:
             hidden = graphs.run(packed, shape)[: step.num_samples]
         entries = [entry for entry in plan.sequences if entry.samples]
         if not entries:
-            return torch.empty(0, dtype=torch.int64, device=self._device)
+            return SampledTokens(torch.empty(0, dtype=torch.int64, device=self._device))
         for entry in entries:
             self._batch.note_sampled(entry)
         return self._sample(self._model.compute_logits_shard(hidden), entries)
 
-    def _sample(self, shard: Tensor, entries: Sequence[ScheduledSequence]) -> Tensor:
+    def _sample(self, shard: Tensor, entries: Sequence[ScheduledSequence]) -> SampledTokens:
         """Samples one token per entry from this rank's logits and stores it in the entry's row."""
-        sampling_rows = [self._sampling_row(entry) for entry in entries]
-        if all(_draws_by_temperature_alone(entry) for entry in entries):
-            draw = pack_draw(sampling_rows, self._device)
-            token_ids = sample_from_shard(self._model, shard, *draw)
-        else:
-            token_ids = sample(self._model.gather_logits(shard), sampling_rows)
-            # Some of torch's filters do not give the same bits twice, let alone on every rank.
-            self._model.tensor_parallel.broadcast(token_ids)
-        rows = self._indices([self._batch.row_of(entry.seq_id) for entry in entries])
-        self._batch.rows[:, TOKEN].index_copy_(0, rows, token_ids.int())
-        return token_ids
+        rows = [self._batch.row_of(entry.seq_id) for entry in entries]
+        positions = [_position_sampled(entry) for entry in entries]
+        packed = to_device([*rows, *positions], torch.int32, self._device)
+        batch = packed[: len(rows)]
+        state = self._batch.rows[:, :FIRST_BLOCK].index_select(0, batch)
+        return self._sampler(
+            shard, batch, state, packed[len(rows) :].long(), self._batch.needs_of(entries)
+        )
 
     def _indices(self, values: list[int]) -> Tensor:
         return to_device(values, torch.int64, self._device)
@@ -236,17 +243,6 @@ class ModelRunner:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
-
-    def _sampling_row(self, entry: ScheduledSequence) -> SamplingRow:
-        seq = entry.sequence
-        return SamplingRow(
-            params=seq.sampling_params,
-            seed=_seed(entry, self._seed_of),
-            position=_position_sampled(entry),
-            token_ids=seq.token_ids,
-            num_prompt_tokens=seq.num_prompt_tokens,
-            stop_token_ids=seq.stop_token_ids,
-        )
 
 
 def longest_graphed_step(model: CausalLM) -> int:
@@ -266,15 +262,6 @@ _num_computed_tokens = attrgetter("num_computed_tokens")
 def _position_sampled(entry: ScheduledSequence) -> int:
     """Position in the sequence of the token that the entry yields."""
     return entry.num_computed_tokens + entry.num_scheduled_tokens
-
-
-def _draws_by_temperature_alone(entry: ScheduledSequence) -> bool:
-    seq = entry.sequence
-    return draws_by_temperature_alone(
-        seq.sampling_params,
-        position=_position_sampled(entry),
-        num_prompt_tokens=seq.num_prompt_tokens,
-    )
 
 
 def _seed(entry: ScheduledSequence, seed_of: Callable[[int], int]) -> int:

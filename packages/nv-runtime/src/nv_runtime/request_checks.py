@@ -7,11 +7,6 @@ from collections.abc import Iterable
 from nv_core import RequestError, SamplingParams
 
 _UNBUILT = (
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "allowed_token_ids",
-    "bad_words",
     "logprobs",
     "prompt_logprobs",
 )
@@ -30,6 +25,12 @@ def check_sampling_params(params: SamplingParams, *, vocab_size: int) -> None:
     _check_token_ids("stop_token_ids", params.stop_token_ids, vocab_size)
     _check_token_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
     _check_token_ids("logit_bias", params.logit_bias or (), vocab_size)
+    for word in params.bad_words:
+        if isinstance(word, str):
+            raise RequestError(
+                f"bad_words holds {word!r}, which is text; give it as a list of token ids"
+            )
+        _check_token_ids("bad_words", word, vocab_size)
     default = SamplingParams()
     for name in _UNBUILT:
         if getattr(params, name) != getattr(default, name):

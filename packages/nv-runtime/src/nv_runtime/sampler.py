@@ -1,187 +1,174 @@
-"""From logits to token ids, one row at a time in meaning, all rows at once in execution.
+"""From logits to token ids, on the device alone.
 
-This file changes and filters logits as the parameters say; `nv_kernels.sample_tokens` draws. Its
-noise is keyed by (seed, position, token id), so a row's token depends on its own logits, parameters
-and seed alone: not on the batch it runs in, on chunking, on prefix hits or on preemption.
+It reads how to sample from the rows of `DeviceBatch` and from `SamplingTables`, and notes what it
+sampled there, so that it runs inside a CUDA graph and one step ahead of the host. The maths is
+`nv_kernels.sample_tokens`; its noise is keyed by (seed, position, token id), so a row's token
+depends on its own logits, parameters, seed and history alone: not on the batch it runs in, on
+chunking, on prefix hits or on preemption.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import torch
 import xxhash
 from torch import Tensor
 
-from nv_core import SamplingParams
-from nv_kernels import sample_tokens
-from nv_runtime.transfer import to_device
-
-_MAX_TEMPERATURE = 1e30
-"""Higher temperatures are cut to this, which makes every token equally likely all the same."""
+from nv_core import SchedulingError
+from nv_kernels import (
+    LogitAdjustments,
+    TokenFilters,
+    TokenLogprobs,
+    sample_tokens,
+    token_logprobs,
+)
+from nv_models import CausalLM
+from nv_runtime.device_batch import (
+    IS_ACTIVE,
+    MIN_P,
+    PENALTIES,
+    SEED,
+    TEMPERATURE,
+    TOKEN,
+    TOP_K,
+    TOP_P,
+)
+from nv_runtime.sampling_needs import PLAIN, SamplingNeeds
+from nv_runtime.sampling_tables import SamplingTables
+from nv_runtime.sharded_sampling import sample_from_shard
 
 
 @dataclass(frozen=True)
-class SamplingRow:
-    """What the sampler must know of one row.
+class SampledTokens:
+    """What sampling leaves behind.
 
-    Args:
-        params: What the caller asked for.
-        seed: Key of the row's draws.
-        position: Position in the sequence that the new token will have.
-        token_ids: The sequence's prompt and output so far, for the repetition penalty. Read only,
-            never kept.
-        num_prompt_tokens: How many of `token_ids` are the prompt.
-        stop_token_ids: Tokens that end the sequence, kept out before `params.min_tokens`.
+    Attributes:
+        token_ids: [num_rows] int64.
+        logprobs: Log-probabilities under the model's own logits; None unless asked for.
     """
 
-    params: SamplingParams
-    seed: int
-    position: int
-    token_ids: Seq[int]
-    num_prompt_tokens: int
-    stop_token_ids: frozenset[int]
-
-    @property
-    def num_output_tokens(self) -> int:
-        """Output tokens that stand before the new one."""
-        return self.position - self.num_prompt_tokens
+    token_ids: Tensor
+    logprobs: TokenLogprobs | None = None
 
 
-def sample(logits: Tensor, rows: Seq[SamplingRow]) -> Tensor:
-    """Samples one token per row.
+class Sampler:
+    """Samples the next token of resident sequences."""
 
-    The order of steps is vLLM's: repetition penalty, minimum length, temperature, min-p, top-k,
-    top-p. Greedy rows take the best token after the first two.
+    def __init__(self, model: CausalLM, rows: Tensor, tables: SamplingTables) -> None:
+        """Takes what every step reads and writes.
 
-    Args:
-        logits: [num_rows, vocab_size], any float dtype; not changed.
-        rows: One entry per row.
+        Args:
+            model: Whose logits are sampled, for the ranks that share its vocabulary.
+            rows: The rows of `DeviceBatch`; tokens are written to those that take part.
+            tables: Their tables.
+        """
+        self._model = model
+        self._rows = rows
+        self._tables = tables
 
-    Returns:
-        Token ids, [num_rows] int64, on the device of the logits.
-    """
-    scores = logits
-    if any(_changes_logits(row.params, row.num_output_tokens) for row in rows):
-        scores = logits.float() if logits.dtype != torch.float32 else logits.clone()
-        for index, row in enumerate(rows):
-            _penalise_repetition(scores[index], row)
-            _forbid_early_stop(scores[index], row)
-    params = [row.params for row in rows]
-    if any(_filters(p) for p in params):
-        scores = _filter(scores.float(), params)
+    @torch.inference_mode()
+    def __call__(
+        self,
+        shard: Tensor,
+        batch: Tensor,
+        state: Tensor,
+        positions: Tensor,
+        needs: SamplingNeeds,
+    ) -> SampledTokens:
+        """Samples one token per row and stores it in the row.
 
-    return sample_tokens(scores, *pack_draw(rows, logits.device))
+        Args:
+            shard: This rank's logits, [num_rows, tokens per rank]; may be changed.
+            batch: Numbers of the rows, [num_rows] int32; only the padding row may occur twice.
+            state: Those rows' state, [num_rows, at least FIRST_BLOCK] int32, an even row stride.
+            positions: Position in its sequence that each new token will have, [num_rows] int64.
+            needs: All that any of the rows needs.
 
+        Returns:
+            The tokens, the same on every rank; padding rows have token 0.
+        """
+        rows = batch.long()
+        floats = state.view(torch.float32)
+        draw = (
+            floats[:, TEMPERATURE],
+            state[:, SEED : SEED + 2].view(torch.int64)[:, 0],
+            positions,
+        )
+        # A padding row's logits mean nothing; its token must still be one.
+        is_active = state[:, IS_ACTIVE]
+        if needs == PLAIN:
+            token_ids = sample_from_shard(self._model, shard, *draw) * is_active
+            self._rows[:, TOKEN].index_copy_(0, rows, token_ids.int())
+            return SampledTokens(token_ids)
+        # What needs the whole row gathers it.
+        logits = self._model.gather_logits(shard)
+        banned = self._ban(logits, rows, positions) if needs.banned_words else None
+        filters = None
+        if needs.filters:
+            filters = TokenFilters(state[:, TOP_K], floats[:, TOP_P], floats[:, MIN_P])
+        adjustments = self._adjustments(batch, floats, needs)
+        token_ids = sample_tokens(logits, *draw, adjustments=adjustments, filters=filters)
+        token_ids = token_ids * is_active
+        # A token that two ranks saw differently would part their sequences for good.
+        self._model.tensor_parallel.broadcast(token_ids)
+        self._rows[:, TOKEN].index_copy_(0, rows, token_ids.int())
+        self._note(rows, token_ids, is_active, needs)
+        if needs.num_top is None:
+            return SampledTokens(token_ids)
+        if banned is not None:
+            # Log-probabilities and ranks are of the model's own logits.
+            logits.scatter_(1, *banned)
+        logprobs = token_logprobs(logits, token_ids, num_top=needs.num_top)
+        return SampledTokens(token_ids, logprobs)
 
-def pack_draw(rows: Seq[SamplingRow], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns temperatures, seeds and positions of rows, as `sample_tokens` takes them."""
-    return (
-        to_device([effective_temperature(row.params) for row in rows], torch.float32, device),
-        to_device([_signed(row.seed) for row in rows], torch.int64, device),
-        to_device([row.position for row in rows], torch.int64, device),
-    )
+    def _adjustments(
+        self, batch: Tensor, floats: Tensor, needs: SamplingNeeds
+    ) -> LogitAdjustments | None:
+        if not (needs.penalties or needs.logit_bias or needs.allowed_mask):
+            return None
+        tables = self._tables
+        return LogitAdjustments(
+            table_rows=batch,
+            allowed_mask=tables.allowed_mask if needs.allowed_mask else None,
+            logit_bias=tables.logit_bias if needs.logit_bias else None,
+            token_counts=tables.token_counts if needs.penalties else None,
+            penalties=floats[:, PENALTIES : PENALTIES + 3] if needs.penalties else None,
+        )
 
+    def _ban(self, logits: Tensor, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Bans the last token of every run that the newest tokens have begun.
 
-def effective_temperature(params: SamplingParams) -> float:
-    """Returns the temperature to draw with: finite in float32, and 0 for a greedy request."""
-    return 0.0 if params.is_greedy else min(params.temperature, _MAX_TEMPERATURE)
+        Returns:
+            Token ids and the logits that they had before, [num_rows, num_words] each.
+        """
+        banned, recent = self._tables.banned, self._tables.recent
+        if banned is None or recent is None:
+            raise SchedulingError("a step bans words, but no sequence has brought any")
+        words = banned[rows]
+        begun, last, until = words[:, :, :-2], words[:, :, -2], words[:, :, -1]
+        is_begun = ((begun < 0) | (begun == recent[rows][:, None, :])).all(dim=-1)
+        is_banned = is_begun & (last >= 0) & (positions[:, None] < until)
+        token_ids = last.clamp(min=0).long()
+        before = logits.gather(1, token_ids)
+        # A minimum, since one token may end several runs, of which not all are begun.
+        limit = torch.where(is_banned, -torch.inf, torch.inf).to(logits.dtype)
+        logits.scatter_reduce_(1, token_ids, limit, "amin")
+        return token_ids, before
 
-
-def draws_by_temperature_alone(
-    params: SamplingParams, *, position: int, num_prompt_tokens: int
-) -> bool:
-    """Whether a row's logits need no change but the division by its temperature.
-
-    Args:
-        params: What the caller asked for.
-        position: Position in the sequence that the new token will have.
-        num_prompt_tokens: Tokens of the prompt.
-    """
-    return not _filters(params) and not _changes_logits(params, position - num_prompt_tokens)
+    def _note(
+        self, rows: Tensor, token_ids: Tensor, is_active: Tensor, needs: SamplingNeeds
+    ) -> None:
+        """Notes new tokens where later steps look for them."""
+        counts, recent = self._tables.token_counts, self._tables.recent
+        if needs.penalties and counts is not None:
+            places = rows * counts.shape[1] + token_ids
+            counts.view(-1).index_add_(0, places, 2 * is_active)
+        if needs.banned_words and recent is not None and recent.shape[1]:
+            newest = torch.cat([recent[rows][:, 1:], token_ids.int()[:, None]], dim=1)
+            recent.index_copy_(0, rows, newest)
 
 
 def derive_seed(engine_seed: int, request_number: int) -> int:
     """Makes the seed of a request that brought none, in [0, 2**64)."""
     return xxhash.xxh64_intdigest(request_number.to_bytes(8, "little"), engine_seed)
-
-
-def _filter(scores: Tensor, params: Seq[SamplingParams]) -> Tensor:
-    """Applies min-p, top-k and top-p, each where it is asked for.
-
-    Scores come and go as logits: temperature is taken into account where it matters, and is left
-    for the draw to apply.
-    """
-    rows = [i for i, p in enumerate(params) if _filters(p)]
-
-    def column(values: list[float]) -> Tensor:
-        return to_device(values, torch.float32, scores.device)[:, None]
-
-    chosen = to_device(rows, torch.int64, scores.device)
-    kept = scores[chosen] / column([effective_temperature(params[i]) for i in rows])
-    if any(params[i].min_p > 0 for i in rows):
-        kept = _keep_min_p(kept, column([params[i].min_p for i in rows]))
-    if any(params[i].top_p < 1 or params[i].top_k > 0 for i in rows):
-        vocab_size = scores.shape[-1]
-        top_k = to_device(
-            [min(params[i].top_k or vocab_size, vocab_size) for i in rows],
-            torch.int64,
-            scores.device,
-        )
-        kept = _keep_top(kept, top_k[:, None], column([params[i].top_p for i in rows]))
-    filtered = scores.clone()
-    filtered[chosen] = scores[chosen].masked_fill(kept == -torch.inf, -torch.inf)
-    return filtered
-
-
-def _keep_min_p(scores: Tensor, min_p: Tensor) -> Tensor:
-    # p < min_p * p_max, in logarithms, so that no softmax is needed.
-    threshold = scores.amax(dim=-1, keepdim=True) + min_p.log()
-    return scores.masked_fill(scores < threshold, -torch.inf)
-
-
-def _keep_top(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Keeps the top-k tokens, and of those the fewest whose probability reaches top-p."""
-    ordered, order = scores.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(scores.shape[-1], device=scores.device)
-    ordered = ordered.masked_fill(rank >= top_k, -torch.inf)
-    probabilities = ordered.softmax(dim=-1)
-    # A token stays while the probability of those before it has not reached top-p; the best one
-    # always does, also where top-p is rounded to 0.
-    before = probabilities.cumsum(dim=-1) - probabilities
-    # Where top-p is off, rounding of the sum must not drop the tail.
-    ordered = ordered.masked_fill((before >= top_p) & (top_p < 1) & (rank > 0), -torch.inf)
-    return torch.empty_like(scores).scatter_(-1, order, ordered)
-
-
-def _filters(params: SamplingParams) -> bool:
-    has_filter = params.min_p > 0 or params.top_p < 1 or params.top_k > 0
-    return has_filter and not params.is_greedy
-
-
-def _changes_logits(params: SamplingParams, num_output_tokens: int) -> bool:
-    return params.repetition_penalty != 1 or num_output_tokens < params.min_tokens
-
-
-def _penalise_repetition(scores: Tensor, row: SamplingRow) -> None:
-    """Changes one row in place (Keskar et al., "CTRL", arXiv:1909.05858, section 4.1)."""
-    penalty = row.params.repetition_penalty
-    if penalty == 1:
-        return
-    seen = to_device(sorted(set(row.token_ids)), torch.int64, scores.device)
-    values = scores[seen]
-    scores[seen] = torch.where(values > 0, values / penalty, values * penalty)
-
-
-def _forbid_early_stop(scores: Tensor, row: SamplingRow) -> None:
-    """Changes one row in place."""
-    if row.num_output_tokens < row.params.min_tokens and row.stop_token_ids:
-        stops = to_device(sorted(row.stop_token_ids), torch.int64, scores.device)
-        scores[stops] = -torch.inf
-
-
-def _signed(value: int) -> int:
-    """Reads 64 bits as a signed integer, as torch's int64 does."""
-    value %= 2**64
-    return value - 2**64 if value >= 2**63 else value

@@ -1,8 +1,9 @@
 """Token embedding and LM head, their rows split over the ranks.
 
-Each rank holds `ceil(vocab_size / size)` rows. Where that does not divide, the last ranks hold
-fewer tokens; the rest of their rows are zero, no token id leads to them, and their logits are cut
-off.
+Each rank holds `ceil(vocab_size / size)` rows, rounded up to a multiple of 16: sampling draws among
+groups of 16 tokens, which must not be torn (`nv_kernels.sample_shard`). Where that does not divide,
+the last ranks hold fewer tokens or none; the rest of their rows are zero, no token id leads to
+them, and their logits are cut off.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class VocabParallelEmbedding(nn.Module):
         self.tensor_parallel = placement.tensor_parallel
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
-        self.rows_per_rank = -(-vocab_size // self.tensor_parallel.size)
+        self.rows_per_rank = _rows_per_rank(vocab_size, self.tensor_parallel.size)
         self.first_token = min(self.tensor_parallel.rank * self.rows_per_rank, vocab_size)
         self.num_tokens = min(self.rows_per_rank, vocab_size - self.first_token)
         self.weight = placement.empty_weight(self.rows_per_rank, hidden_size)
@@ -138,3 +139,8 @@ class ParallelLMHead(nn.Module):
     def targets(self, name: str) -> Iterator[TensorTarget]:
         """Yields where the head's own checkpoint tensor goes; only for a head that is not tied."""
         yield from self.rows.targets(name)
+
+
+def _rows_per_rank(vocab_size: int, size: int) -> int:
+    """Rows of one of several ranks; a single one needs no padding."""
+    return vocab_size if size == 1 else 16 * -(-vocab_size // (16 * size))

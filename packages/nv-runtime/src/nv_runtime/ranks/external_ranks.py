@@ -124,10 +124,6 @@ class ExternalExecutor:
         self._num_launched = 0
         self._checksum = 0
 
-    def needs_committed_tokens(self, plan: StepPlan) -> bool:
-        """See `Executor`."""
-        return self._runner.needs_committed_tokens(plan)
-
     def launch(self, plan: StepPlan) -> StepHandle:
         """See `Executor`.
 

@@ -113,10 +113,6 @@ class LocalExecutor:
         """Process ids of the other ranks."""
         return [process.pid for process in self._group.processes]
 
-    def needs_committed_tokens(self, plan: StepPlan) -> bool:
-        """See `Executor`."""
-        return self._runner.needs_committed_tokens(plan)
-
     def launch(self, plan: StepPlan) -> StepHandle:
         """Starts a step on every rank; see `Executor`.
 

@@ -91,6 +91,10 @@ class PlanEncoder:
         return EntryChange(index, first, count, entry.samples, entry.block_ids_from(num_blocks))
 
 
+_FOR_THE_CALLER = ("output_kind", "extra_args", "stop")
+"""Sampling parameters that no step depends on; not all of them are plain data."""
+
+
 def _describe(entry: ScheduledSequence) -> NewSequence:
     seq = entry.sequence
     params = seq.sampling_params
@@ -104,7 +108,8 @@ def _describe(entry: ScheduledSequence) -> NewSequence:
             {
                 field.name: getattr(params, field.name)
                 for field in fields(params)
-                if getattr(params, field.name) != field.default
+                if field.name not in _FOR_THE_CALLER
+                and getattr(params, field.name) != field.default
             }
         ),
     )
