@@ -170,3 +170,55 @@ def test_short_chunks_of_a_long_prompt_hold_more_blocks_than_they_have_computed(
         with make_llm(checkpoint, **options) as llm:
             assert run(llm, prompts, params) == expected
         assert emulator.graphs
+
+
+@pytest.mark.parametrize("num_captures", [0, 1, 3])
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
+def test_no_memory_for_a_graph_changes_no_token(
+    checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    num_captures: int,
+    error: type[Exception],
+) -> None:
+    prompts, params = random_requests(7)
+    with make_llm(checkpoint, enforce_eager=True) as llm:
+        expected = run(llm, prompts, params)
+    emulator = Emulator(monkeypatch)
+    num_attempts = 0
+
+    def capture(run: Callable[[], Output], pool: object) -> tuple[EmulatedGraph, Output]:
+        nonlocal num_attempts
+        num_attempts += 1
+        if len(emulator.graphs) < num_captures:
+            return emulator.capture(run, pool)
+        try:
+            raise error("CUDA out of memory")
+        finally:
+            # Ending a capture that failed fails as well.
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    monkeypatch.setattr(nv_runtime.cuda_graphs, "capture", capture)
+    with make_llm(checkpoint, async_scheduling=True) as llm:
+        assert run(llm, prompts, params) == expected
+        llm.llm_engine.scheduler.check_invariants()
+    assert len(emulator.graphs) == num_captures
+    assert num_attempts - num_captures in (1, 2)  # once for each kind of graph
+    warnings = [record for record in caplog.records if "no memory is left" in record.message]
+    assert len(warnings) == num_attempts - num_captures
+
+
+def test_other_errors_of_a_capture_are_not_swallowed(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Emulator(monkeypatch)
+
+    def capture(*_: object) -> None:
+        raise RuntimeError("a kernel that cannot be captured")
+
+    monkeypatch.setattr(nv_runtime.cuda_graphs, "capture", capture)
+    with (
+        make_llm(checkpoint) as llm,
+        pytest.raises(RuntimeError, match="a kernel that cannot be captured"),
+    ):
+        run(llm, *random_requests(7))

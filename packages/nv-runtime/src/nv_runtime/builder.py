@@ -33,7 +33,6 @@ from nv_runtime.hub import resolve_model
 from nv_runtime.kv_cache import (
     KVCacheSpec,
     allocate_kv_cache,
-    estimate_activation_bytes,
     size_kv_cache,
 )
 from nv_runtime.model_runner import ModelRunner
@@ -47,6 +46,7 @@ from nv_runtime.ranks.agreement import (
 )
 from nv_runtime.sampler import derive_seed
 from nv_runtime.step_log import EngineStepLog, make_header
+from nv_runtime.step_memory import estimate_step_memory
 from nv_runtime.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -97,6 +97,7 @@ class RankPart:
         dtype: Of weights, activations and KV cache.
         block_size: Tokens per KV block.
         num_blocks: KV blocks, the same on every rank.
+        max_model_len: Most tokens of one sequence.
     """
 
     runner: ModelRunner
@@ -104,6 +105,7 @@ class RankPart:
     dtype: torch.dtype
     block_size: int
     num_blocks: int
+    max_model_len: int
 
 
 class Ranks(Protocol):
@@ -191,19 +193,25 @@ def build_rank(
         device=device,
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
-        activation_bytes=estimate_activation_bytes(
+        step_memory=estimate_step_memory(
             model_config,
             dtype=dtype,
+            device=device,
             max_num_tokens=max(config.max_num_batched_tokens, config.max_num_seqs),
             max_num_seqs=config.max_num_seqs,
+            use_graphs=_uses_graphs(config, device),
         ),
         gpu_memory_utilization=config.gpu_memory_utilization,
         kv_cache_memory_bytes=config.kv_cache_memory_bytes,
         num_blocks=config.num_gpu_blocks_override,
+        may_shorten=config.max_model_len == "auto",
     )
     if agreement is not None:
         agreement.require_equal({"block size": block_size, **weight_facts(model)})
         num_blocks = agreement.smallest(num_blocks)
+    if config.max_model_len == "auto" and num_blocks * block_size < max_model_len:
+        max_model_len = num_blocks * block_size
+        logger.info("max_model_len=%d: what the KV cache holds", max_model_len)
     kv_caches = allocate_kv_cache(spec, num_blocks, device=device)
     phases.end("KV cache")
     runner = ModelRunner(
@@ -217,7 +225,7 @@ def build_rank(
         use_graphs=_uses_graphs(config, device) and not tensor_parallel.stages_on_host,
         seed_of=lambda seq_id: derive_seed(config.seed, seq_id),
     )
-    return RankPart(runner, model, dtype, block_size, num_blocks)
+    return RankPart(runner, model, dtype, block_size, num_blocks, max_model_len)
 
 
 def _build_engine(
@@ -229,13 +237,13 @@ def _build_engine(
     phases: Phases,
 ) -> EngineParts:
     model_config = checkpoint.config
-    max_model_len = _resolve_max_model_len(config, model_config)
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(checkpoint)
     phases.end("configuration and tokenizer")
     tensor_parallel, agreement = ranks.join()
     if agreement is not None:
         phases.end("ranks")
     part = build_rank(config, checkpoint, tensor_parallel, agreement, device=device, phases=phases)
+    max_model_len = part.max_model_len
     num_pool_tokens = part.num_blocks * part.block_size
     if num_pool_tokens < max_model_len:
         logger.warning(
@@ -361,7 +369,7 @@ class Phases:
 
 
 def _resolve_max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:
-    if config.max_model_len is None:
+    if not isinstance(config.max_model_len, int):
         return model_config.max_position_embeddings
     longest = model_config.longest_model_len
     if config.max_model_len > longest:

@@ -11,6 +11,7 @@ until a size occurs again, so that a single prompt does not pay for a graph that
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +28,10 @@ from nv_runtime.sampler import SampledTokens
 from nv_runtime.sampling_needs import SamplingNeeds
 from nv_runtime.sampling_tables import SamplingTables
 
+logger = logging.getLogger(__name__)
+
 _Output = TypeVar("_Output")
+_Captured = TypeVar("_Captured")
 
 _SMALLEST_CONTEXT_BOUND = 1024
 """Contexts up to this length share a graph; longer ones go in steps of four times."""
@@ -114,6 +118,7 @@ class DecodeGraphs:
         self._max_model_len = max_model_len
         self._buckets = batch_buckets(max_num_seqs)
         self._graphs: dict[_DecodeKey, tuple[torch.cuda.CUDAGraph, SampledTokens]] = {}
+        self._attempts = CaptureAttempts()
         self._pool = torch.cuda.graph_pool_handle()
 
     def padded_size(self, batch_size: int) -> int:
@@ -129,12 +134,18 @@ class DecodeGraphs:
             needs: See `DecodeStep`.
 
         Returns:
-            The graph's own output tensors; the next replay of the same graph overwrites them.
+            The graph's own output tensors; the next replay of the same graph overwrites them. New
+            ones, of an eager run, where there is no memory left for a graph.
         """
         bound = context_bound(max_context_len, self._max_model_len)
         key = (batch.shape[0], bound, needs, self._tables.banned_shape * needs.banned_words)
         if key not in self._graphs:
-            self._graphs[key] = self._capture(batch, max_context_len=bound, needs=needs)
+            captured = self._attempts.capture(
+                lambda: self._capture(batch, max_context_len=bound, needs=needs)
+            )
+            if captured is None:
+                return self._step(batch, max_context_len=max_context_len, needs=needs)
+            self._graphs[key] = captured
         graph, output = self._graphs[key]
         graph.replay()
         return output
@@ -202,6 +213,7 @@ class MixedGraphs:
         self._seen: set[MixedShape] = set()
         self._graphs: dict[MixedShape, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._inputs: dict[MixedShape, Tensor] = {}
+        self._attempts = CaptureAttempts()
         self._pool = torch.cuda.graph_pool_handle()
 
     def shape_for(self, plan: StepPlan) -> MixedShape | None:
@@ -248,11 +260,15 @@ class MixedGraphs:
 
         Returns:
             Hidden states of the rows to sample, [shape.layout.num_seqs, hidden_size], those of
-            padding meaningless; the next replay of the same graph overwrites them.
+            padding meaningless; the next replay of the same graph overwrites them. New ones, of an
+            eager run, where there is no memory left for a graph.
         """
         if shape not in self._graphs:
             self._inputs[shape] = packed.clone()
-            self._graphs[shape] = self._capture(shape)
+            captured = self._attempts.capture(lambda: self._capture(shape))
+            if captured is None:
+                return self._run_eagerly(self._inputs.pop(shape), shape)
+            self._graphs[shape] = captured
         self._inputs[shape].copy_(packed)
         graph, hidden = self._graphs[shape]
         graph.replay()
@@ -260,25 +276,69 @@ class MixedGraphs:
 
     def _capture(self, shape: MixedShape) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """Captures one graph, after a run on the step itself: it writes what the replay will."""
-        packed, layout = self._inputs[shape], shape.layout
-        context = min(layout.num_blocks * self._block_size, self._max_model_len)
+        packed = self._inputs[shape]
+        self._run_eagerly(packed, shape)
+        return capture(lambda: self._run_eagerly(packed, shape), self._pool)
 
-        def run() -> Tensor:
-            return self._step(
-                packed,
-                layout,
-                num_samples=layout.num_seqs,
-                max_query_len=shape.max_query_len,
-                max_context_len=context,
-            )
-
-        run()
-        return capture(run, self._pool)
+    def _run_eagerly(self, packed: Tensor, shape: MixedShape) -> Tensor:
+        layout = shape.layout
+        return self._step(
+            packed,
+            layout,
+            num_samples=layout.num_seqs,
+            max_query_len=shape.max_query_len,
+            max_context_len=min(layout.num_blocks * self._block_size, self._max_model_len),
+        )
 
 
 def _padded(size: int, buckets: list[int]) -> int:
     """The smallest bucket that holds a size."""
     return buckets[bisect_left(buckets, size)]
+
+
+class CaptureAttempts:
+    """Captures graphs until the device has no memory for one more.
+
+    A capture runs nothing, and the run before it changes nothing that the step itself will not
+    write again, so a step whose capture has failed can run eagerly.
+    """
+
+    def __init__(self) -> None:
+        """Starts with memory for graphs."""
+        self._has_memory = True
+
+    def capture(self, attempt: Callable[[], _Captured]) -> _Captured | None:
+        """Makes an attempt.
+
+        Args:
+            attempt: Captures a graph and returns it.
+
+        Returns:
+            What `attempt` returned; None if there was no memory for it, now or before.
+        """
+        if not self._has_memory:
+            return None
+        try:
+            return attempt()
+        except RuntimeError as error:  # torch.OutOfMemoryError is one
+            if not _is_out_of_memory(error):
+                raise
+        self._has_memory = False
+        torch.cuda.empty_cache()
+        logger.warning(
+            "no memory is left to capture a CUDA graph; steps of new sizes run without one, "
+            "slower and with the same results. Lower gpu_memory_utilization or max_num_seqs"
+        )
+        return None
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    # What ends a capture reports the failed capture, with the reason as its context.
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def capture(run: Callable[[], _Output], pool: Any) -> tuple[torch.cuda.CUDAGraph, _Output]:  # noqa: ANN401

@@ -55,7 +55,7 @@ class EngineConfig:
             a CPU.
         device: "auto" (CUDA if there is one, else the CPU), "cpu", "cuda" or "cuda:N".
         max_model_len: Most tokens (prompt and output) of one sequence; None for what the model
-            was trained for.
+            was trained for, which has to fit; "auto" for as much of that as fits.
         max_num_seqs: Most sequences that hold KV blocks at once.
         max_num_batched_tokens: Token budget of one step.
         block_size: Tokens per KV block; None for the attention backend's best.
@@ -105,7 +105,7 @@ class EngineConfig:
     revision: str | None = None
     dtype: str | torch.dtype = "auto"
     device: str = "auto"
-    max_model_len: int | None = None
+    max_model_len: int | str | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     block_size: int | None = None
@@ -146,7 +146,6 @@ class EngineConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
             self._check_positive(name)
         for name in (
-            "max_model_len",
             "block_size",
             "num_gpu_blocks_override",
             "kv_cache_memory_bytes",
@@ -182,6 +181,8 @@ class EngineConfig:
             raise ConfigError(
                 f"async_scheduling must be a bool or None, got {self.async_scheduling!r}"
             )
+        if self.max_model_len not in (None, "auto"):
+            self._check_positive("max_model_len")
         if self.max_model_len == 1:
             raise ConfigError(
                 "max_model_len must be an integer of at least 2: a prompt and an output token"

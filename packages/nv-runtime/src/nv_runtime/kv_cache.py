@@ -13,13 +13,11 @@ import torch
 
 from nv_core import CapacityError
 from nv_kernels import LayerKVCache
-from nv_models import ModelConfig
+from nv_runtime.step_memory import StepMemory
 
 logger = logging.getLogger(__name__)
 
 GIB = 1024**3
-CUDA_WORKSPACE_BYTES = GIB
-"""Left free on a GPU for graphs, library workspaces and the allocator's fragmentation."""
 CPU_DEFAULT_BYTES = 4 * GIB
 """Largest default pool on a CPU, unless one sequence of `max_model_len` needs more."""
 
@@ -64,10 +62,11 @@ def size_kv_cache(
     device: torch.device,
     max_model_len: int,
     max_num_seqs: int,
-    activation_bytes: int,
+    step_memory: StepMemory,
     gpu_memory_utilization: float,
     kv_cache_memory_bytes: int | None,
     num_blocks: int | None,
+    may_shorten: bool = False,
 ) -> int:
     """Decides how many blocks the pool has.
 
@@ -77,10 +76,11 @@ def size_kv_cache(
         max_model_len: Longest sequence, in tokens; the pool must hold at least one.
         max_num_seqs: Most sequences at once; a pool never needs more than all of them at full
             length.
-        activation_bytes: Peak of everything else that a step allocates.
+        step_memory: Everything else that a step allocates.
         gpu_memory_utilization: Share of the device's memory to fill; CUDA only.
         kv_cache_memory_bytes: Explicit size; None to size from memory.
         num_blocks: Explicit number of blocks, which nothing else overrides.
+        may_shorten: Whether a pool for less than `max_model_len` will do.
 
     Returns:
         The number of blocks.
@@ -97,7 +97,7 @@ def size_kv_cache(
         source = f"kv_cache_memory_bytes={kv_cache_memory_bytes}"
         remedy = "raise kv_cache_memory_bytes"
     elif device.type == "cuda":
-        available = _available_cuda_bytes(device, gpu_memory_utilization, activation_bytes)
+        available = _available_cuda_bytes(device, gpu_memory_utilization, step_memory)
         source = f"gpu_memory_utilization={gpu_memory_utilization}"
         remedy = "raise gpu_memory_utilization, lower max_num_batched_tokens or free the device"
     else:
@@ -106,7 +106,7 @@ def size_kv_cache(
         source = "half of the free memory"
         remedy = "set kv_cache_memory_bytes"
     count = min(max(available, 0) // spec.block_bytes, useful)
-    if count < needed:
+    if count < (1 if may_shorten else needed):
         fits = max(count, 0) * spec.block_size
         raise CapacityError(
             f"max_model_len={max_model_len} needs {needed * spec.block_bytes / GIB:.2f} GiB of KV "
@@ -125,33 +125,6 @@ def size_kv_cache(
         count / needed,
     )
     return count
-
-
-def estimate_activation_bytes(
-    config: ModelConfig, *, dtype: torch.dtype, max_num_tokens: int, max_num_seqs: int
-) -> int:
-    """Estimates the peak of what one eager step allocates, from the shapes.
-
-    A layer's widest moment holds the residual, its input, the gate-and-up product and the
-    activation; attention holds query, key, value and output. Sampling holds the logits in the
-    model's dtype, and four float32 tensors of that shape (scaled, sorted, their indices count
-    double, noise).
-
-    Args:
-        config: The model.
-        dtype: Of the activations.
-        max_num_tokens: Most tokens in one step.
-        max_num_seqs: Most rows that are sampled in one step.
-
-    Returns:
-        Bytes.
-    """
-    heads = config.num_heads + 2 * config.num_kv_heads
-    attention = heads * config.head_dim * 2 + config.num_heads * config.head_dim
-    mlp = 3 * config.intermediate_size
-    per_token = 3 * config.hidden_size + max(attention, mlp)
-    sampling = config.vocab_size * (dtype.itemsize + 6 * torch.float32.itemsize)
-    return max_num_tokens * per_token * dtype.itemsize + max_num_seqs * sampling
 
 
 def allocate_kv_cache(
@@ -193,19 +166,22 @@ def allocate_kv_cache(
 
 
 def _available_cuda_bytes(
-    device: torch.device, gpu_memory_utilization: float, activation_bytes: int
+    device: torch.device, gpu_memory_utilization: float, step_memory: StepMemory
 ) -> int:
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     # What is in use counts whoever uses it: the share is of the device, not of this process.
     used = total - free
-    reserve = activation_bytes + CUDA_WORKSPACE_BYTES
-    available = int(total * gpu_memory_utilization) - used - reserve
+    available = int(total * gpu_memory_utilization) - used - step_memory.total_bytes
     logger.info(
-        "device memory: %.2f GiB in all, %.2f in use, %.2f kept for activations and workspaces",
+        "device memory: %.2f GiB in all, %.2f in use; kept for activations %.2f, sampling %.2f, "
+        "graphs %.2f, libraries %.2f",
         total / GIB,
         used / GIB,
-        reserve / GIB,
+        step_memory.activation_bytes / GIB,
+        step_memory.sampling_bytes / GIB,
+        step_memory.graph_bytes / GIB,
+        step_memory.workspace_bytes / GIB,
     )
     return available
 

@@ -26,6 +26,7 @@ __all__ = [
     "given",
     "parse_bytes",
     "parse_json_object",
+    "parse_length",
     "parsed_by",
     "sampling_options",
 ]
@@ -52,6 +53,20 @@ def parse_bytes(text: str) -> int:
     # A bare 24G means 24 GiB, as it does to most tools that speak of memory.
     base = 1000 if byte and not binary else 1024
     return int(float(number) * base ** " KMGT".index(unit.upper() or " "))
+
+
+def parse_length(text: str) -> int | str:
+    """Reads a number of tokens, or "auto".
+
+    Raises:
+        click.BadParameter: It is neither.
+    """
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError as error:
+        raise click.BadParameter(f"{text!r} is neither a number of tokens nor auto.") from error
 
 
 def parse_json_object(text: str) -> dict[str, Any]:
@@ -120,7 +135,11 @@ ENGINE_FLAGS = (
     Flag("revision", "Branch, tag or commit on the Hub."),
     Flag("dtype", "auto, bfloat16, float16 or float32."),
     Flag("device", "auto, cpu, cuda or cuda:N."),
-    Flag("max_model_len", "Most tokens of a sequence, prompt and output.", int),
+    Flag(
+        "max_model_len",
+        "Most tokens of a sequence, prompt and output; auto for what fits.",
+        parse=parse_length,
+    ),
     Flag("max_num_seqs", "Most sequences at once.", int),
     Flag("max_num_batched_tokens", "Most tokens in one step.", int),
     Flag("block_size", "Tokens per KV block.", int),

@@ -14,11 +14,10 @@ import torch
 from nv_models import Checkpoint, ModelConfig, WeightError
 from nv_runtime.kv_cache import (
     CPU_DEFAULT_BYTES,
-    CUDA_WORKSPACE_BYTES,
     KVCacheSpec,
     available_cpu_bytes,
-    estimate_activation_bytes,
 )
+from nv_runtime.step_memory import estimate_step_memory
 
 if TYPE_CHECKING:
     from nv_runtime.engine_config import EngineConfig
@@ -157,21 +156,23 @@ def fit_memory(
     """
     weight_bytes = count_parameters(config) * dtype.itemsize
     token_bytes = _kv_bytes_per_token(config, dtype)
-    activation_bytes = estimate_activation_bytes(
+    reserve = estimate_step_memory(
         config,
         dtype=dtype,
+        device=device,
         max_num_tokens=max(engine.max_num_batched_tokens, engine.max_num_seqs),
         max_num_seqs=engine.max_num_seqs,
-    )
+        use_graphs=device.type == "cuda" and not engine.enforce_eager,
+    ).total_bytes
     share = engine.gpu_memory_utilization
     if memory_bytes is not None:
         memory, usable = "memory to plan for", int(memory_bytes * share)
-        left = usable - weight_bytes - activation_bytes - CUDA_WORKSPACE_BYTES
+        left = usable - weight_bytes - reserve
     elif device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         memory = f"{torch.cuda.get_device_name(device)}, {share:.0%} of it less what is in use"
         usable = int(total * share) - (total - free)
-        left = usable - weight_bytes - activation_bytes - CUDA_WORKSPACE_BYTES
+        left = usable - weight_bytes - reserve
     else:
         memory, usable = "free memory of this machine", available_cpu_bytes()
         one_sequence = config.max_position_embeddings * token_bytes
@@ -182,7 +183,7 @@ def fit_memory(
     return Fit(
         memory=memory,
         memory_bytes=usable,
-        activation_bytes=activation_bytes,
+        activation_bytes=reserve,
         kv_cache_bytes=left,
         num_kv_tokens=max(left, 0) // token_bytes,
     )

@@ -1,0 +1,88 @@
+"""What a step needs of the device's memory beside weights and KV cache, by arithmetic.
+
+No trial run is made for it: that would cost a start seconds, and find the peak of one run only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from nv_models import ModelConfig
+from nv_runtime.cuda_graphs import batch_buckets, token_buckets
+
+MIB = 1024**2
+
+_GRAPH_BYTES = 8 * MIB
+"""The driver's own memory of one graph of some hundred kernels."""
+_WORKSPACE_BYTES = 128 * MIB
+"""cuBLAS (32 MiB per stream on Hopper), partial results of attention, rounding of allocations."""
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes that a step needs at its peak.
+
+    Args:
+        activation_bytes: Intermediate results of the longest step.
+        sampling_bytes: Logits of a full batch, and what filters make of them.
+        graph_bytes: What captured graphs hold on to; 0 without graphs.
+        workspace_bytes: What libraries take for themselves; 0 on a CPU.
+    """
+
+    activation_bytes: int
+    sampling_bytes: int
+    graph_bytes: int
+    workspace_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        parts = (self.activation_bytes, self.sampling_bytes, self.graph_bytes, self.workspace_bytes)
+        return sum(parts)
+
+
+def estimate_step_memory(
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_num_tokens: int,
+    max_num_seqs: int,
+    use_graphs: bool,
+) -> StepMemory:
+    """Works out what a step needs, from the shapes.
+
+    A layer's widest moment holds the residual, its input, the gate-and-up product and the
+    activation; attention holds query, key, value and output. Sampling holds the logits in the
+    model's dtype, and four float32 tensors of that shape (scaled, sorted, their indices count
+    double, noise). Graphs have memory pools of their own, one for decode steps and one for steps
+    with prompts, each as large as its largest step: what one graph needs for a moment, the others
+    of its pool use too.
+
+    Args:
+        config: The model.
+        dtype: Of the activations.
+        device: Where it runs.
+        max_num_tokens: Most tokens in one step.
+        max_num_seqs: Most rows that are sampled in one step.
+        use_graphs: Whether steps run as CUDA graphs.
+    """
+    heads = config.num_heads + 2 * config.num_kv_heads
+    attention = heads * config.head_dim * 2 + config.num_heads * config.head_dim
+    mlp = 3 * config.intermediate_size
+    token_bytes = (3 * config.hidden_size + max(attention, mlp)) * dtype.itemsize
+    logits_bytes = config.vocab_size * dtype.itemsize
+    graph_bytes = 0
+    if use_graphs:
+        num_graphs = len(batch_buckets(max_num_seqs)) + len(token_buckets(max_num_tokens))
+        pools = (max_num_tokens + max_num_seqs) * token_bytes + max_num_seqs * logits_bytes
+        graph_bytes = pools + num_graphs * _GRAPH_BYTES
+    return StepMemory(
+        activation_bytes=max_num_tokens * token_bytes,
+        sampling_bytes=max_num_seqs
+        * (logits_bytes + config.vocab_size * 6 * torch.float32.itemsize),
+        graph_bytes=graph_bytes,
+        workspace_bytes=_WORKSPACE_BYTES if device.type == "cuda" else 0,
+    )
