@@ -8,12 +8,14 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import tiny_checkpoints
 from nv_core import SamplingParams
 from nv_runtime import LLM
+from tiny_tokenizers import save_tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -60,6 +62,26 @@ def test_greedy_tokens_equal_those_of_transformers(gguf_file: Path, llm: LLM) ->
             reference, prompt["prompt_token_ids"], NUM_TOKENS
         )
         assert answer == expected
+
+
+def test_its_chat_template_renders_as_in_transformers(llm: LLM, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    template = llm.get_tokenizer().chat_template
+    assert template is not None
+    directory = save_tokenizer("smollm", tmp_path)
+    (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
+    reference = AutoTokenizer.from_pretrained(directory)
+    modes: list[dict[str, Any]] = [
+        {},
+        {"add_generation_prompt": True},
+        {"continue_final_message": True},
+    ]
+    for conversation in CONVERSATIONS:
+        for options in modes:
+            text = reference.apply_chat_template(conversation, tokenize=False, **options)
+            opens: dict[str, Any] = {"add_generation_prompt": False, **options}
+            assert llm.render_chat(conversation, **opens)["prompt"] == text
 
 
 def test_it_answers_a_question(llm: LLM) -> None:
