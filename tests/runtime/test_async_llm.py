@@ -18,6 +18,7 @@ import pytest
 import tiny_checkpoints
 from nv_core import EngineDeadError, RequestError, RequestOutputKind, SamplingParams
 from nv_runtime import LLM, AsyncLLM, EngineConfig, RequestOutput
+from nv_runtime.metrics import Counter
 from nv_runtime.model_runner import ModelRunner
 from nv_runtime.request import Request
 from tiny_engines import assert_idle, joined, options, tokens_of
@@ -455,6 +456,19 @@ def test_a_second_prompt_finds_the_first_ones_blocks_until_they_are_reset(llm: A
         await llm.reset_prefix_cache()
         hits.append((await outputs_of(llm.generate([7] * 9, GREEDY)))[-1].num_cached_tokens)
         assert hits == [0, 8, 0]
+
+    run(main())
+
+
+def test_metrics_are_read_between_steps(checkpoint: Path) -> None:
+    async def main() -> None:
+        async with AsyncLLM(str(checkpoint), **options(disable_log_stats=False)) as llm:
+            await outputs_of(llm.generate("shore", GREEDY))
+            values = {m.name: m.value for m in await llm.get_metrics() if isinstance(m, Counter)}
+            assert values["nv:generation_tokens"] == 12
+        async with AsyncLLM(str(checkpoint), **options()) as llm:
+            with pytest.raises(RequestError, match="disable_log_stats=False"):
+                await llm.get_metrics()
 
     run(main())
 

@@ -20,7 +20,9 @@ from nv_core import SamplingParams
 from nv_runtime.builder import EngineParts, build_engine
 from nv_runtime.conversation import Message, render_conversation
 from nv_runtime.engine_config import EngineConfig
+from nv_runtime.engine_stats import require_stats
 from nv_runtime.engine_thread import EngineThread
+from nv_runtime.metrics import Metric
 from nv_runtime.outputs import RequestOutput
 from nv_runtime.prompt import Prompt, is_text, split_sampling_params, tokenize_prompt
 from nv_runtime.tokenizer import Tokenizer, require_tokenizer
@@ -182,6 +184,16 @@ class AsyncLLM:
         """Makes everything that was computed so far unfindable for later requests."""
         scheduler = self._parts.engine.scheduler
         await asyncio.wrap_future(self._thread.call(scheduler.reset_prefix_cache))
+
+    async def get_metrics(self) -> list[Metric]:
+        """Returns what the engine has counted, as of a moment between two steps.
+
+        Raises:
+            RequestError: See `LLM.get_metrics`.
+            EngineDeadError: The engine has failed.
+        """
+        stats = require_stats(self._parts.engine.stats)
+        return await asyncio.wrap_future(self._thread.call(stats.metrics))
 
     async def get_tokenizer(self) -> Tokenizer:
         """Returns the model's tokenizer.

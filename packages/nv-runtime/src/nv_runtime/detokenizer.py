@@ -10,6 +10,9 @@ The text is the one that the `tokenizers` library decodes. Its two ways with bro
 byte-level vocabularies lose only the invalid bytes, while in byte-fallback vocabularies one invalid
 byte spoils the run of byte tokens around it, so that a run is held back until it has ended.
 
+The library's own `DecodeStream` is not used: it waits for ever behind a replacement character, even
+one that no further token can complete, and decodes everything that waits anew with every token.
+
 This module knows nothing of requests, stop strings or chat; read `nv_runtime.tokenizer` next.
 """
 

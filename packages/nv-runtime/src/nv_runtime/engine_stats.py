@@ -9,6 +9,7 @@ import logging
 from collections import Counter as Tally
 from typing import TYPE_CHECKING
 
+from nv_core import RequestError
 from nv_runtime.metrics import Counter, Gauge, HistogramValues, Metric
 
 if TYPE_CHECKING:
@@ -192,3 +193,14 @@ class EngineStats:
             100 * self._scheduler.prefix_cache_stats.hit_rate,
         )
         self._logged_at, self._logged_tokens = now, tokens
+
+
+def require_stats(stats: EngineStats | None) -> EngineStats:
+    """Returns an engine's counts.
+
+    Raises:
+        RequestError: It was made with `disable_log_stats=True`, the default.
+    """
+    if stats is None:
+        raise RequestError("the engine counts nothing; make it with disable_log_stats=False")
+    return stats

@@ -13,6 +13,7 @@ from nv_models import ModelConfig
 from nv_runtime.builder import EngineParts, build_engine
 from nv_runtime.conversation import Message, render_conversation, split_conversations
 from nv_runtime.engine import Engine
+from nv_runtime.engine_stats import require_stats
 from nv_runtime.metrics import Metric
 from nv_runtime.outputs import RequestOutput
 from nv_runtime.prompt import (
@@ -242,12 +243,7 @@ class LLM:
         Raises:
             RequestError: The engine was made with `disable_log_stats=True`, the default.
         """
-        stats = self._open_parts().engine.stats
-        if stats is None:
-            raise RequestError(
-                "the engine counts nothing; make the LLM with disable_log_stats=False"
-            )
-        return stats.metrics()
+        return require_stats(self._open_parts().engine.stats).metrics()
 
     @property
     def llm_engine(self) -> Engine:
