@@ -23,6 +23,12 @@ import {module}
 print(json.dumps(sorted(name for name in sys.modules if "." not in name)))
 """
 
+LOADED_FULL = """
+import json, sys
+import nv_core
+print(json.dumps(sorted(sys.modules)))
+"""
+
 BLOCKED = """
 import sys
 blocked = dict.fromkeys({blocked!r})
@@ -68,6 +74,17 @@ def test_nv_core_imports_nothing_heavy(
 ) -> None:
     if "nv-core" in expected_packages:
         assert heavy not in json.loads(run_python(LOADED.format(module="nv_core")))
+
+
+def test_nv_core_needs_no_extra(
+    expected_packages: frozenset[str], run_python: Callable[[str], str]
+) -> None:
+    if "nv-core" in expected_packages:
+        blocked = {"numpy", "matplotlib", "click", "tqdm", "torch"}
+        run_python(BLOCKED.format(module="nv_core", blocked=blocked))
+        run_python(BLOCKED.format(module="nv_core.step_log", blocked=blocked))
+        loaded = json.loads(run_python(LOADED_FULL))
+        assert not [name for name in loaded if name.startswith("nv_core.sim")]
 
 
 def test_nv_core_imports_in_milliseconds(

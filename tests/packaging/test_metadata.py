@@ -81,6 +81,13 @@ def test_nv_core_needs_nothing_but_a_hash(expected_packages: frozenset[str]) -> 
         assert _everything_required("nv-core") == {"xxhash"}
 
 
+def test_the_laboratory_is_an_extra(expected_packages: frozenset[str]) -> None:
+    if "nv-core" in expected_packages:
+        parsed = [Requirement(line) for line in requires("nv-core") or ()]
+        extra = {r.name for r in parsed if r.marker and r.marker.evaluate({"extra": "sim"})}
+        assert extra == {"numpy", "matplotlib", "click", "tqdm"}
+
+
 def test_nv_kernels_needs_no_package_of_ours(
     first_party: dict[str, frozenset[str]], expected_packages: frozenset[str]
 ) -> None:

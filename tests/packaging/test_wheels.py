@@ -9,6 +9,8 @@ import os
 import sysconfig
 from importlib.metadata import distribution
 from pathlib import Path
+from urllib.parse import urlparse
+from urllib.request import url2pathname
 
 import pytest
 
@@ -48,3 +50,18 @@ def test_packages_outside_the_closure_are_absent(
 def test_nv_core_alone_has_no_torch() -> None:
     if os.environ["NV_WHEEL_UNDER_TEST"] == "nv-core":
         assert importlib.util.find_spec("torch") is None
+
+
+def test_the_wheel_of_nv_core_is_small() -> None:
+    """Pages, scripts and quantile tables of the laboratory included."""
+    direct_url = json.loads(distribution("nv-core").read_text("direct_url.json") or "{}")
+    wheel = Path(url2pathname(urlparse(direct_url["url"]).path))
+    assert wheel.stat().st_size < 200_000
+
+
+def test_the_wheel_of_nv_core_ships_its_pages_and_its_command() -> None:
+    found = distribution("nv-core")
+    shipped = {str(path) for path in found.files or ()}
+    for name in ("page.html", "page.css", "report.js", "play.js"):
+        assert f"nv_core/sim/assets/{name}" in shipped
+    assert "nv-sim" in {entry.name for entry in found.entry_points}
