@@ -320,34 +320,74 @@ def lru_hits(prompts: Sequence[tuple[int, ...]], capacity: float) -> list[int]:
     return hits
 
 
-def test_mooncake_look_alike_has_the_hit_rates_of_the_trace() -> None:
-    workload = LOOK_ALIKES["mooncake-conversation"]()
+@pytest.mark.parametrize(
+    ("name", "rate", "num_blocks", "mean_length", "expected"),
+    [
+        (
+            "mooncake-conversation",
+            3.40,
+            288_500,
+            12_035,
+            {
+                1_000: 4.45,
+                3_000: 6.53,
+                10_000: 21.16,
+                30_000: 32.57,
+                50_000: 35.46,
+                100_000: 36.37,
+                math.inf: 36.64,
+            },
+        ),
+        (
+            "mooncake-synthetic",
+            3.91,
+            121_877,
+            15_325,
+            {
+                1_000: 8.41,
+                3_000: 19.06,
+                10_000: 42.39,
+                30_000: 62.42,
+                50_000: 63.96,
+                100_000: 63.96,
+                math.inf: 63.96,
+            },
+        ),
+    ],
+)
+def test_mooncake_look_alikes_have_the_hit_rates_of_the_traces(
+    name: str, rate: float, num_blocks: int, mean_length: float, expected: dict[float, float]
+) -> None:
+    workload = LOOK_ALIKES[name]()
     prompts = [tuple(block for block, _ in request.segments) for request in workload]
-    num_blocks = sum(map(len, prompts))
-    assert workload.rate_per_s == pytest.approx(3.40, rel=0.03)
-    assert num_blocks == pytest.approx(288_500, rel=0.07)
+    total = sum(map(len, prompts))
+    assert workload.rate_per_s == pytest.approx(rate, rel=0.03)
+    assert total == pytest.approx(num_blocks, rel=0.07)
     lengths = [request.num_prompt_tokens for request in workload]
-    assert statistics.fmean(lengths) == pytest.approx(12_035, rel=0.07)
-    expected = {
-        1_000: 4.45,
-        3_000: 6.53,
-        10_000: 21.16,
-        30_000: 32.57,
-        50_000: 35.46,
-        100_000: 36.37,
-        math.inf: 36.64,
-    }
+    assert statistics.fmean(lengths) == pytest.approx(mean_length, rel=0.07)
     for capacity, percent in expected.items():
-        found = 100 * sum(lru_hits(prompts, capacity)) / num_blocks
+        found = 100 * sum(lru_hits(prompts, capacity)) / total
         assert found == pytest.approx(percent, abs=1.5), f"{capacity} blocks"
-    shares = [
-        hits / len(blocks)
-        for hits, blocks in zip(lru_hits(prompts, math.inf), prompts, strict=True)
-    ]
-    only_first = statistics.fmean(hits <= 1 for hits in lru_hits(prompts, math.inf))
-    assert only_first == pytest.approx(0.61, abs=0.06)
-    assert statistics.fmean(share > 0.5 for share in shares) == pytest.approx(0.29, abs=0.05)
-    assert statistics.fmean(share > 0.9 for share in shares) == pytest.approx(0.128, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "at_most_first", "above_half", "above_most"),
+    [
+        # Shares of requests that reuse one block at most, more than half, more than 90 %.
+        ("mooncake-conversation", 0.61, 0.29, 0.128),
+        ("mooncake-synthetic", 0.55, None, 0.38),
+    ],
+)
+def test_mooncake_look_alikes_reuse_as_much_of_each_prompt(
+    name: str, at_most_first: float, above_half: float | None, above_most: float
+) -> None:
+    prompts = [tuple(block for block, _ in r.segments) for r in LOOK_ALIKES[name]()]
+    hits = lru_hits(prompts, math.inf)
+    shares = [found / len(blocks) for found, blocks in zip(hits, prompts, strict=True)]
+    assert statistics.fmean(found <= 1 for found in hits) == pytest.approx(at_most_first, abs=0.08)
+    if above_half is not None:
+        assert statistics.fmean(s > 0.5 for s in shares) == pytest.approx(above_half, abs=0.05)
+    assert statistics.fmean(share > 0.9 for share in shares) == pytest.approx(above_most, abs=0.05)
 
 
 @pytest.mark.parametrize("num_blocks", [300, 1_000, 20_000])

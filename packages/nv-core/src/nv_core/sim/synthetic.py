@@ -325,6 +325,8 @@ class Branching:
         reuse: For those, (share of them, least, most) of the part of the prompt that is reused.
         median_age_s: Median age of the prompt that is continued; lognormally distributed.
         age_sigma: Its logarithm's standard deviation.
+        min_parent_blocks: If set, a prompt takes its length from the one that it continues, which
+            has at least so many blocks, and `length_bias` counts for nothing.
         length_bias: Exponent on the level at which a continuing prompt's length is drawn: below 1
             they are longer than others.
         fresh_bias: The same for all others.
@@ -336,6 +338,7 @@ class Branching:
     reuse: tuple[tuple[float, float, float], ...]
     median_age_s: float
     age_sigma: float
+    min_parent_blocks: int | None = None
     length_bias: float = 1.0
     fresh_bias: float = 1.0
 
@@ -374,9 +377,15 @@ def make_branching(
         num_blocks = -(-length // size)
         prefix: tuple[int, ...] = tuple(range(min(num_blocks, branching.num_shared_blocks)))
         if continues:
-            num_reused = _draw_reuse(branching, num_blocks, draw)
+            share = _draw_reuse(branching, draw)
             age = branching.median_age_s * math.exp(draw.gauss(0, branching.age_sigma))
-            parent = _near(times, blocks, time - age, num_reused)
+            least = branching.min_parent_blocks or min(num_blocks, round(num_blocks * share))
+            follows = branching.min_parent_blocks is not None
+            parent = _near(times, blocks, time - age, least, shortest=not follows)
+            if follows:
+                num_blocks = max(1, round(len(blocks[parent]) / share))
+                length = num_blocks * size - draw.randrange(size)
+            num_reused = min(num_blocks, round(num_blocks * share))
             prefix = max(prefix, blocks[parent][:num_reused], key=len)
             # As a conversation does, each prompt goes on once.
             blocks[parent] = ()
@@ -394,23 +403,41 @@ def make_branching(
     return workload_of(name, requests)
 
 
-def _draw_reuse(branching: Branching, num_blocks: int, draw: random.Random) -> int:
+def _draw_reuse(branching: Branching, draw: random.Random) -> float:
+    """Draws which part of a prompt is that of an earlier one."""
     level = draw.random()
     for share, least, most in branching.reuse:
         if level < share:
-            return min(num_blocks, round(num_blocks * draw.uniform(least, most)))
+            return draw.uniform(least, most)
         level -= share
-    return 0
+    return branching.reuse[-1][2]
 
 
-def _near(times: list[float], blocks: list[tuple[int, ...]], time: float, num_blocks: int) -> int:
-    """Which prompt from around a time is just long enough, or the longest if none is."""
+def _near(
+    times: list[float],
+    blocks: list[tuple[int, ...]],
+    time: float,
+    num_blocks: int,
+    *,
+    shortest: bool,
+) -> int:
+    """Which prompt from around a time is long enough; the longest if none is.
+
+    Args:
+        times: When each prompt came.
+        blocks: Its blocks; empty if it has gone on already.
+        time: The time.
+        num_blocks: What is long enough.
+        shortest: Whether to take the shortest of those, instead of the nearest.
+    """
     place = min(bisect_left(times, time), len(times) - 1)
     around = range(max(0, place - 60), min(len(blocks), place + 60))
     enough = [index for index in around if len(blocks[index]) >= num_blocks]
-    if enough:
+    if not enough:
+        return max(around, key=lambda index: len(blocks[index]))
+    if shortest:
         return min(enough, key=lambda index: len(blocks[index]))
-    return max(around, key=lambda index: len(blocks[index]))
+    return min(enough, key=lambda index: abs(index - place))
 
 
 def azure_conversation(num_requests: int = 19_366, *, seed: int = 0) -> Workload:
@@ -453,6 +480,19 @@ MOONCAKE_BRANCHING = Branching(
     fresh_bias=1.25,
 )
 
+MOONCAKE_SYNTHETIC_BRANCHING = Branching(
+    num_shared_blocks=0,
+    continuing_share=0.52,
+    reuse=((0.12, 0.5, 0.9), (0.88, 0.95, 1.0)),
+    median_age_s=120,
+    age_sigma=1.75,
+    min_parent_blocks=16,
+)
+MOONCAKE_SYNTHETIC_FRESH_INPUT = Lengths(
+    (10, 20, 400, 5500, 20000, 30000, 50000, 70000), (0, 0.1, 0.5, 0.55, 0.8, 0.9, 0.99, 1)
+)
+MOONCAKE_SYNTHETIC_OUTPUT = Lengths((1, 4, 69, 389, 768, 2000), (0, 0.1, 0.5, 0.9, 0.99, 1))
+
 
 def mooncake_conversation(num_requests: int = 12_031, *, seed: int = 0) -> Workload:
     """Looks like Mooncake's conversation trace: long prompts that continue earlier ones."""
@@ -464,6 +504,19 @@ def mooncake_conversation(num_requests: int = 12_031, *, seed: int = 0) -> Workl
         output_lengths=MOONCAKE_OUTPUT,
         seed=seed,
         name="mooncake-conversation",
+    )
+
+
+def mooncake_synthetic(num_requests: int = 3_993, *, seed: int = 0) -> Workload:
+    """Looks like Mooncake's synthetic trace: nothing of a prompt is reused, or nearly all."""
+    return make_branching(
+        num_requests,
+        arrivals=poisson_arrivals(3.9, seed=seed),
+        branching=MOONCAKE_SYNTHETIC_BRANCHING,
+        prompt_lengths=MOONCAKE_SYNTHETIC_FRESH_INPUT,
+        output_lengths=MOONCAKE_SYNTHETIC_OUTPUT,
+        seed=seed,
+        name="mooncake-synthetic",
     )
 
 
@@ -482,6 +535,7 @@ LOOK_ALIKES: dict[str, Callable[..., Workload]] = {
     "azure-conversation": azure_conversation,
     "azure-code": azure_code,
     "mooncake-conversation": mooncake_conversation,
+    "mooncake-synthetic": mooncake_synthetic,
     "sessions": sessions,
     "documents": documents,
 }
