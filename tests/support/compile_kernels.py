@@ -17,6 +17,7 @@ from triton.runtime.jit import JITFunction  # type: ignore[import-untyped]
 
 from nv_kernels import AttentionMetadata, LayerKVCache
 from nv_kernels.triton import (
+    all_reduce,
     attention,
     launch,
     linear,
@@ -27,7 +28,7 @@ from nv_kernels.triton import (
 
 HOPPER = GPUTarget("cuda", 90, 32)
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
-DTYPES = {torch.bfloat16: "bf16", torch.int32: "i32", torch.float32: "fp32"}
+DTYPES = {torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64", torch.float32: "fp32"}
 
 
 def compile_launch(
@@ -77,6 +78,16 @@ def run_layer(num_tokens: int) -> None:
     positions = torch.zeros(num_tokens, dtype=torch.int32)
     key_cache, value_cache = rows(2, 4, 16, 2, 128)
     rms_norm.rms_norm(rows(num_tokens, 256), rows(256), eps=1e-6)
+    all_reduce.all_reduce_add_rms_norm(
+        rows(num_tokens, 256),
+        rows(num_tokens, 256),
+        rows(256),
+        eps=1e-6,
+        buffers=torch.zeros(4, dtype=torch.int64),
+        signals=torch.zeros(4, dtype=torch.int64),
+        rank=1,
+        num_ranks=4,
+    )
     rms_norm.add_rms_norm(rows(num_tokens, 256), rows(num_tokens, 256), rows(256), eps=1e-6)
     rotate_and_store.rotate_and_store(
         rows(num_tokens, 8, 128),

@@ -44,7 +44,7 @@ def all_reduce_add_rms_norm(
         weight: Scale of each element, [n], same dtype.
         eps: Added to the mean square.
         buffers: Addresses of every rank's buffer of num_rows * n elements, [num_ranks] int64, as
-            this device sees them. Not the one of the call before.
+            this device sees them; multiples of 16. Not the one of the call before.
         signals: Addresses of every rank's signals, num_rows * num_ranks int32, zero between calls;
             [num_ranks] int64.
         rank: This rank.
@@ -97,7 +97,8 @@ def _all_reduce_add_rms_norm_kernel(
     place = row * n + column
     dtype = partial_ptr.dtype.element_ty
 
-    own = tl.load(buffers_ptr + rank).to(tl.pointer_type(dtype))
+    # Said to the compiler, which cannot see it of an address that it loads: whole lines move then.
+    own = tl.multiple_of(tl.load(buffers_ptr + rank).to(tl.pointer_type(dtype)), 16)
     tl.store(own + place, tl.load(partial_ptr + place, mask=inside), mask=inside)
     # Every thread's stores come before the one thread's signal, which releases them all.
     tl.debug_barrier()
@@ -117,7 +118,7 @@ def _all_reduce_add_rms_norm_kernel(
 
     total = tl.zeros([block_n], dtype=tl.float32)
     for peer in tl.static_range(num_ranks):
-        buffer = tl.load(buffers_ptr + peer).to(tl.pointer_type(dtype))
+        buffer = tl.multiple_of(tl.load(buffers_ptr + peer).to(tl.pointer_type(dtype)), 16)
         # Volatile: a cache of this device may still hold what a call before has read.
         total += tl.load(buffer + place, mask=inside, other=0.0, volatile=True).to(tl.float32)
     # Rounded where an all-reduce and an addition would round, so that the result is theirs.
