@@ -1,4 +1,4 @@
-"""AsyncLLM on a CUDA device: another thread than the one that loaded the model captures and runs."""
+"""AsyncLLM on a CUDA device: a thread other than the one that loaded the model runs the steps."""
 
 from __future__ import annotations
 

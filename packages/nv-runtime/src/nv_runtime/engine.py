@@ -25,6 +25,7 @@ from nv_runtime.answer import Answer
 from nv_runtime.bad_words import with_tokenized_bad_words
 from nv_runtime.engine_stats import EngineStats
 from nv_runtime.executor import Executor
+from nv_runtime.frozen_heap import FrozenHeap
 from nv_runtime.model_runner import StepHandle
 from nv_runtime.prompt import TokenizedPrompt
 from nv_runtime.request import Request, now, params_of_further_answers
@@ -68,6 +69,7 @@ class Engine:
         self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
         self._requests: dict[str, Request] = {}
         self._owners: dict[int, tuple[Request, Answer]] = {}
+        self._heap = FrozenHeap()
         self._next_request_number = 0
 
     def step(self) -> list[Request]:
@@ -170,6 +172,7 @@ class Engine:
             output_kind=sampling_params.output_kind,
             arrival_time=arrival,
         )
+        self._heap.freeze()
         self._requests[request_id] = request
         for answer in request.answers:
             self._owners[answer.sequence.seq_id] = (request, answer)
@@ -249,6 +252,8 @@ class Engine:
         self._owners.pop(answer.sequence.seq_id, None)
         if request.is_finished:
             self._requests.pop(request.request_id, None)
+            if not self._requests:
+                self._heap.unfreeze()
 
     @contextmanager
     def _dropping_requests_on_failure(self) -> Iterator[None]:

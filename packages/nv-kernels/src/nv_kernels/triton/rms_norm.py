@@ -43,6 +43,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
             n=n,
             block_rows=block_rows,
             block_n=block_n,
+            num_warps=_num_warps(block_n),
             **launch_options(x),
         )
     return output
@@ -79,6 +80,7 @@ def add_rms_norm(
             n=n,
             block_rows=block_rows,
             block_n=block_n,
+            num_warps=_num_warps(block_n),
             **launch_options(x),
         )
     return output, total
@@ -87,6 +89,11 @@ def add_rms_norm(
 def _tile(n: int) -> tuple[int, int]:
     block_n = triton.next_power_of_2(n)
     return max(1, _TILE_ELEMENTS // block_n), block_n
+
+
+def _num_warps(block_n: int) -> int:
+    """Enough that a long row, too, is only 16 values per thread."""
+    return max(4, min(16, block_n // 512))
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
