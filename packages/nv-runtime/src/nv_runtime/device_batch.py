@@ -38,6 +38,7 @@ TOKEN, LENGTH, TEMPERATURE, IS_ACTIVE, SEED = 0, 1, 2, 3, 4
 TOP_K, TOP_P, MIN_P, PENALTIES = 6, 7, 8, 9
 FIRST_BLOCK = 12
 
+_LARGEST_FLOAT32 = 3.4028234663852886e38
 _NUM_STAGING_BUFFERS = 4
 """More than there are steps in flight, so that a buffer is never rewritten while it is copied."""
 
@@ -262,8 +263,9 @@ def _penalties(params: SamplingParams) -> tuple[float, float, float]:
 
 
 def _bits(value: float) -> int:
-    """The bits of a float32, as an int32."""
-    return int(struct.unpack("<i", struct.pack("<f", value))[0])
+    """The bits of the float32 that is nearest to a finite value, as an int32."""
+    clamped = max(-_LARGEST_FLOAT32, min(value, _LARGEST_FLOAT32))
+    return int(struct.unpack("<i", struct.pack("<f", clamped))[0])
 
 
 def _signed_32(value: int) -> int:
