@@ -20,6 +20,16 @@ WAYS: list[dict[str, Any]] = [
     {"temperature": 1.2, "top_p": 0.8},
     {"temperature": 1.4, "min_p": 0.05},
     {"temperature": 1.1, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.3},
+    {"temperature": 1.2, "presence_penalty": 1.5, "frequency_penalty": 0.7, "logprobs": 2},
+    {"temperature": 1.5, "allowed_token_ids": [*range(0, 99, 4)], "logit_bias": {4: 2.0, 8: -9.0}},
+    {"temperature": 0.9, "bad_words": [[t] for t in range(0, 90, 3)] + [[1, 2], [5, 1, 7]]},
+    {"temperature": 1.1, "min_tokens": 16, "stop_token_ids": [*range(0, 99, 2)]},
+    {
+        "temperature": 0.0,
+        "repetition_penalty": 1.4,
+        "frequency_penalty": -0.3,
+        "prompt_logprobs": 1,
+    },
 ]
 SEEDED = [SamplingParams(seed=42, max_tokens=16, ignore_eos=True, **way) for way in WAYS]
 COMPANY: list[tuple[str, SamplingParams]] = [
@@ -71,7 +81,7 @@ def test_in_company(checkpoint: Path, alone: list[list[int]], name: str) -> None
     # Seeded requests stand between the others, each once before and once behind them.
     prompts = [PROMPT] * len(SEEDED) + [prompt for prompt, _ in COMPANY] + [PROMPT] * len(SEEDED)
     params = [*SEEDED, *(params for _, params in COMPANY), *reversed(SEEDED)]
-    settings = options(**ENGINES[name])
+    settings = options(**{"num_gpu_blocks_override": 400, **ENGINES[name]})
     with LLM(str(checkpoint), **settings) as llm:
         runs = [llm.generate(prompts, params, use_tqdm=False) for _ in range(2)]
         assert_idle(llm.llm_engine, num_blocks=settings["num_gpu_blocks_override"])

@@ -608,7 +608,8 @@ class Step:
         return (len(seq.token_ids) - 1) // self._blocks.block_size
 
     def _match(self, seq: Sequence) -> list[CachedPrefix]:
-        if not self._enable_prefix_caching:
+        # Log-probabilities of a prompt come from computing it.
+        if not self._enable_prefix_caching or seq._sampling_params.prompt_logprobs is not None:
             return []
         # Outputs that came after it had lost its blocks have no keys yet.
         seq.keys.extend(seq.token_ids)

@@ -8,7 +8,9 @@ what is new is asked for.
 from __future__ import annotations
 
 from nv_core import FinishReason, Sequence
-from nv_runtime.outputs import CompletionOutput
+from nv_kernels import TokenLogprobs
+from nv_runtime.logprobs import LogprobReader
+from nv_runtime.outputs import CompletionOutput, Logprob
 from nv_runtime.stop_strings import StopMatch, StopStrings
 from nv_runtime.tokenizer import Tokenizer
 
@@ -43,6 +45,10 @@ class Answer:
         # The text, but for the end of it that may become a stop text, and this end.
         self._pieces: list[str] = []
         self._held_back = ""
+        self._logprobs: list[dict[int, Logprob]] | None = None
+        if params.logprobs is not None:
+            self._logprobs = []
+        self._cumulative_logprob = 0.0
         self._decoder = None
         if tokenizer is not None and params.detokenize:
             self._decoder = tokenizer.stream_decoder(
@@ -59,6 +65,24 @@ class Answer:
         """Notes that a token has arrived."""
         self.token_times.append(now)
         self.has_news = True
+
+    def note_logprobs(self, values: TokenLogprobs, row: int, reader: LogprobReader) -> None:
+        """Notes log-probabilities of the newest token, if it was asked for any.
+
+        Args:
+            values: Of all sequences of a step.
+            row: Which of them this is.
+            reader: Reads them.
+        """
+        params = self.sequence.sampling_params
+        if self._logprobs is None or params.logprobs is None:
+            return
+        token_id = self.sequence.token_ids[-1]
+        entry = reader.read(
+            values, row, token_id, num_top=params.logprobs, decodes=params.detokenize
+        )
+        self._logprobs.append(entry)
+        self._cumulative_logprob += entry[token_id].logprob
 
     def note_end(self) -> None:
         """Notes that it has ended, with a token or without."""
@@ -97,6 +121,8 @@ class Answer:
             index=self.index,
             text=text,
             token_ids=seq.token_ids[seq.num_prompt_tokens + start :],
+            cumulative_logprob=None if self._logprobs is None else self._cumulative_logprob,
+            logprobs=None if self._logprobs is None else self._logprobs[start:],
             finish_reason=None if finish_reason is None else finish_reason.value,
             stop_reason=stop_reason,
             token_times=self.token_times[start:],

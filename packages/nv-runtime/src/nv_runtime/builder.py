@@ -291,6 +291,7 @@ def _build_engine(
             ranks.make_executor(part.runner),
             tokenizer=tokenizer,
             vocab_size=model_config.vocab_size,
+            max_logprobs=config.max_logprobs,
             num_steps_ahead=num_steps_ahead,
             step_log=step_log,
             stats=stats,

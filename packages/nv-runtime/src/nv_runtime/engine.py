@@ -10,7 +10,7 @@ and knows nothing of kernels, layouts or queues itself.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 
@@ -19,6 +19,7 @@ from nv_core import (
     RequestError,
     SamplingParams,
     Scheduler,
+    Sequence,
     StepPlan,
 )
 from nv_runtime.answer import Answer
@@ -26,6 +27,7 @@ from nv_runtime.bad_words import with_tokenized_bad_words
 from nv_runtime.engine_stats import EngineStats
 from nv_runtime.executor import Executor
 from nv_runtime.frozen_heap import FrozenHeap
+from nv_runtime.logprobs import LogprobReader
 from nv_runtime.model_runner import StepHandle
 from nv_runtime.prompt import TokenizedPrompt
 from nv_runtime.request import Request, now, params_of_further_answers
@@ -44,6 +46,7 @@ class Engine:
         *,
         tokenizer: Tokenizer | None,
         vocab_size: int,
+        max_logprobs: int = 20,
         num_steps_ahead: int = 0,
         step_log: EngineStepLog | None = None,
         stats: EngineStats | None = None,
@@ -55,6 +58,7 @@ class Engine:
             runner: Runs it, on one rank or several.
             tokenizer: Decodes the answers; None for answers without text.
             vocab_size: Number of token ids that the model has.
+            max_logprobs: Most log-probabilities of one position; -1 for no limit.
             num_steps_ahead: How many steps are launched before the oldest is collected.
             step_log: Writes down what each step does; None for no log.
             stats: Counts what the engine does; None to count nothing.
@@ -63,6 +67,8 @@ class Engine:
         self.runner = runner
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
+        self._max_logprobs = max_logprobs
+        self._logprob_reader = LogprobReader(tokenizer)
         self._num_steps_ahead = num_steps_ahead
         self._step_log = step_log
         self.stats = stats
@@ -116,8 +122,23 @@ class Engine:
                 self._step_log.note_collected(plan, done=now())
             self._in_flight.popleft()
             events = self.scheduler.commit(plan, tokens)
+            self._note_logprobs(handle, events.sampled)
             updated += [self._note_progress(seq.seq_id) for seq in events.sampled]
         return updated
+
+    def _note_logprobs(self, handle: StepHandle, sampled: Iterable[Sequence]) -> None:
+        """Hands log-probabilities to those who asked for them; the step must be collected."""
+        for piece in handle.prompt_logprobs:
+            # A caller may have turned its back on the request in the meantime.
+            if piece.seq_id in self._owners:
+                request, _ = self._owners[piece.seq_id]
+                request.note_prompt_logprobs(piece, self._logprob_reader)
+        if handle.logprobs is None:
+            return
+        rows = {seq_id: row for row, seq_id in enumerate(handle.seq_ids)}
+        for seq in sampled:
+            _, answer = self._owners[seq.seq_id]
+            answer.note_logprobs(handle.logprobs, rows[seq.seq_id], self._logprob_reader)
 
     @property
     def has_unfinished(self) -> bool:
@@ -226,7 +247,9 @@ class Engine:
                 f"stop={sampling_params.stop!r} needs the output text, but the engine has no "
                 "tokenizer (skip_tokenizer_init=True); use stop_token_ids"
             )
-        check_sampling_params(sampling_params, vocab_size=self._vocab_size)
+        check_sampling_params(
+            sampling_params, vocab_size=self._vocab_size, max_logprobs=self._max_logprobs
+        )
 
     def _note_dropped(self, plan: StepPlan) -> list[Request]:
         # A caller may have turned its back on a request before the plan that names it.

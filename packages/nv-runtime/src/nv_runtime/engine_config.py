@@ -88,6 +88,8 @@ class EngineConfig:
             text.
         generation_config: "auto" takes the default sampling parameters from the model's
             generation_config.json; "vllm" ignores that file's sampling parameters.
+        max_logprobs: Most log-probabilities that a request may ask for at each position; -1 lifts
+            the limit, and lets requests ask for all tokens with -1.
         seed: Seed of dummy weights, and of the draws of requests that bring no seed.
         step_log: A file to write what each step does and when, one JSON object a line, for
             `nv_core.sim` to draw, measure and fit; `.gz` at the end packs it. None for no log.
@@ -127,6 +129,7 @@ class EngineConfig:
     load_format: LoadFormat = "auto"
     skip_tokenizer_init: bool = False
     generation_config: str = "auto"
+    max_logprobs: int = 20
     seed: int = 0
     step_log: str | None = None
     disable_log_stats: bool = True
@@ -183,6 +186,11 @@ class EngineConfig:
             )
         if self.max_model_len not in (None, "auto"):
             self._check_positive("max_model_len")
+        limit = self.max_logprobs
+        if not isinstance(limit, int) or isinstance(limit, bool) or limit < -1:
+            raise ConfigError(
+                f"max_logprobs must be an integer of at least -1 (no limit), got {limit!r}"
+            )
         if self.max_model_len == 1:
             raise ConfigError(
                 "max_model_len must be an integer of at least 2: a prompt and an output token"

@@ -26,7 +26,6 @@ class MixedStep:
         self._model = model
         self._kv_caches = kv_caches
 
-    @torch.inference_mode()
     def __call__(
         self,
         packed: Tensor,
@@ -49,6 +48,30 @@ class MixedStep:
             Hidden states of the rows to sample, [num_samples, hidden_size]; not yet their logits,
             of which a graph would keep a batch full for itself.
         """
+        hidden, sample_rows = self.forward(
+            packed,
+            layout,
+            num_samples=num_samples,
+            max_query_len=max_query_len,
+            max_context_len=max_context_len,
+        )
+        return hidden[sample_rows]
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        packed: Tensor,
+        layout: StepLayout,
+        *,
+        num_samples: int,
+        max_query_len: int,
+        max_context_len: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Runs one step and keeps every token's hidden state; arguments as for a call.
+
+        Returns:
+            Hidden states, [num_tokens, hidden_size], and the rows to sample, [num_samples] int64.
+        """
         step = layout.unpack(
             packed,
             num_samples=num_samples,
@@ -56,4 +79,4 @@ class MixedStep:
             max_context_len=max_context_len,
         )
         hidden: Tensor = self._model(step.token_ids, step.positions, self._kv_caches, step.metadata)
-        return hidden[step.sample_rows]
+        return hidden, step.sample_rows

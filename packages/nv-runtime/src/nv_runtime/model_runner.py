@@ -27,7 +27,13 @@ from nv_runtime.cuda_graphs import DecodeGraphs, MixedGraphs
 from nv_runtime.decode_step import DecodeStep
 from nv_runtime.device_batch import FIRST_BLOCK, TOKEN, DeviceBatch
 from nv_runtime.input_builder import layout_of, pack_step
+from nv_runtime.logprobs import to_host
 from nv_runtime.mixed_step import MixedStep
+from nv_runtime.prompt_logprobs import (
+    PromptLogprobs,
+    compute_prompt_logprobs,
+    prompt_rows_of,
+)
 from nv_runtime.sampler import SampledTokens, Sampler
 from nv_runtime.transfer import to_device
 
@@ -41,12 +47,14 @@ class StepHandle:
         token_ids: The tokens, on the host, [len(seq_ids)] int64; valid once `ready` has passed, as
             everything below.
         logprobs: Their log-probabilities, on the host; None if no sequence asked for any.
+        prompt_logprobs: What the step says of prompts whose log-probabilities were asked for.
         ready: Marks the arrival of the tokens; None if they are there already.
     """
 
     seq_ids: tuple[int, ...]
     token_ids: Tensor
     logprobs: TokenLogprobs | None
+    prompt_logprobs: Sequence[PromptLogprobs]
     ready: torch.cuda.Event | None
 
 
@@ -138,7 +146,8 @@ class ModelRunner:
         entries = plan.sequences
         if not entries:
             self._batch.send(changes)
-            return StepHandle((), torch.empty(0, dtype=torch.int64), None, None)
+            return StepHandle((), torch.empty(0, dtype=torch.int64), None, (), None)
+        prompt_logprobs: Sequence[PromptLogprobs] = ()
         if all(entry.num_scheduled_tokens == 1 and entry.samples for entry in entries):
             # The longest first, so that what is left when an attention kernel runs dry is short.
             entries = tuple(sorted(entries, key=_num_computed_tokens, reverse=True))
@@ -146,33 +155,19 @@ class ModelRunner:
             seq_ids = tuple(entry.seq_id for entry in entries)
         else:
             self._batch.send(changes)
-            sampled = self._run_mixed(plan)
+            sampled, prompt_logprobs = self._run_mixed(plan)
             seq_ids = plan.sampled_seq_ids
-        return self._handle(seq_ids, sampled)
+        # A copy in any case: a graph's output is overwritten by its next replay.
+        count = len(seq_ids)
+        token_ids = sampled.token_ids[:count].to("cpu", non_blocking=True, copy=True)
+        logprobs = None if sampled.logprobs is None else to_host(sampled.logprobs, count)
+        return StepHandle(seq_ids, token_ids, logprobs, prompt_logprobs, self._mark())
 
     def collect(self, handle: StepHandle) -> dict[int, int]:
         """Waits for a step and returns the token of each sequence that got one."""
         if handle.ready is not None:
             handle.ready.synchronize()
         return dict(zip(handle.seq_ids, handle.token_ids.tolist(), strict=True))
-
-    def _handle(self, seq_ids: tuple[int, ...], sampled: SampledTokens) -> StepHandle:
-        """Starts the way to the host of what was sampled, padding left out."""
-        count = len(seq_ids)
-
-        def to_host(values: Tensor) -> Tensor:
-            # A copy in any case: a graph's output is overwritten by its next replay.
-            return values[:count].to("cpu", non_blocking=True, copy=True)
-
-        logprobs = sampled.logprobs
-        if logprobs is not None:
-            logprobs = TokenLogprobs(
-                logprobs=to_host(logprobs.logprobs),
-                ranks=to_host(logprobs.ranks),
-                top_logprobs=to_host(logprobs.top_logprobs),
-                top_token_ids=to_host(logprobs.top_token_ids),
-            )
-        return StepHandle(seq_ids, to_host(sampled.token_ids), logprobs, self._mark())
 
     def _run_decode(
         self, entries: Sequence[ScheduledSequence], changes: list[tuple[int, int]]
@@ -190,10 +185,12 @@ class ModelRunner:
             needs=self._batch.needs_of(entries),
         )
 
-    def _run_mixed(self, plan: StepPlan) -> SampledTokens:
+    def _run_mixed(self, plan: StepPlan) -> tuple[SampledTokens, Sequence[PromptLogprobs]]:
         """Runs any plan; returns the tokens of the entries that sample, in order."""
         graphs = self._mixed_graphs
-        shape = None if graphs is None else graphs.shape_for(plan)
+        prompt_rows = prompt_rows_of(plan)
+        # A graph keeps only the hidden states of the rows to sample.
+        shape = None if graphs is None or prompt_rows else graphs.shape_for(plan)
         layout = layout_of(plan) if shape is None else shape.layout
         step = pack_step(plan, layout, block_size=self._block_size)
         packed = to_device(step.values, torch.int32, self._device)
@@ -203,21 +200,26 @@ class ModelRunner:
             places = self._indices(list(step.unknown_tokens.values()))
             packed.index_copy_(0, places, self._batch.rows[self._indices(rows), TOKEN])
         if graphs is None or shape is None:
-            hidden = self._mixed_step(
+            all_hidden, sample_rows = self._mixed_step.forward(
                 packed,
                 layout,
                 num_samples=step.num_samples,
                 max_query_len=step.max_query_len,
                 max_context_len=step.max_context_len,
             )
+            hidden = all_hidden[sample_rows]
+            prompt_logprobs = compute_prompt_logprobs(self._model, all_hidden, prompt_rows)
         else:
+            prompt_logprobs = []
             hidden = graphs.run(packed, shape)[: step.num_samples]
         entries = [entry for entry in plan.sequences if entry.samples]
         if not entries:
-            return SampledTokens(torch.empty(0, dtype=torch.int64, device=self._device))
+            nothing = torch.empty(0, dtype=torch.int64, device=self._device)
+            return SampledTokens(nothing), prompt_logprobs
         for entry in entries:
             self._batch.note_sampled(entry)
-        return self._sample(self._model.compute_logits_shard(hidden), entries)
+        sampled = self._sample(self._model.compute_logits_shard(hidden), entries)
+        return sampled, prompt_logprobs
 
     def _sample(self, shard: Tensor, entries: Sequence[ScheduledSequence]) -> SampledTokens:
         """Samples one token per entry from this rank's logits and stores it in the entry's row."""

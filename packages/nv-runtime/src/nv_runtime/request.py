@@ -10,7 +10,9 @@ from collections.abc import Sequence as Seq
 
 from nv_core import RequestOutputKind, SamplingParams, Sequence
 from nv_runtime.answer import Answer
-from nv_runtime.outputs import RequestMetrics, RequestOutput
+from nv_runtime.logprobs import LogprobReader
+from nv_runtime.outputs import Logprob, RequestMetrics, RequestOutput
+from nv_runtime.prompt_logprobs import PromptLogprobs
 from nv_runtime.tokenizer import Tokenizer
 
 
@@ -56,6 +58,9 @@ class Request:
         self._prompt = prompt
         self._prompt_token_ids = sequences[0].prompt_token_ids
         self._output_kind = output_kind
+        self._params = sequences[0].sampling_params
+        # By position; the first token has none.
+        self._prompt_logprobs: dict[int, dict[int, Logprob]] = {}
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -71,6 +76,31 @@ class Request:
         """Notes that a step computes some of it."""
         if self.metrics.first_scheduled_time is None:
             self.metrics.first_scheduled_time = now
+
+    def note_prompt_logprobs(self, piece: PromptLogprobs, reader: LogprobReader) -> None:
+        """Notes log-probabilities of some tokens of the prompt; what is known already stays."""
+        num_top = self._params.prompt_logprobs
+        if num_top is None:
+            return
+        for row in range(len(piece.values.logprobs)):
+            position = piece.first_position + row
+            if position not in self._prompt_logprobs:
+                self._prompt_logprobs[position] = reader.read(
+                    piece.values,
+                    row,
+                    self._prompt_token_ids[position],
+                    num_top=num_top,
+                    decodes=self._params.detokenize,
+                )
+
+    def _all_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """One entry for each token of the prompt; None if not asked for, or not complete yet."""
+        if self._params.prompt_logprobs is None:
+            return None
+        if len(self._prompt_logprobs) < self.num_prompt_tokens - 1:
+            return None
+        positions = range(1, self.num_prompt_tokens)
+        return [None, *(self._prompt_logprobs[position] for position in positions)]
 
     def note_progress(self, answer: Answer, now: float, *, sampled: bool) -> None:
         """Notes that an answer has got a token, or that it has ended, or both."""
@@ -108,6 +138,7 @@ class Request:
             # The others find the prompt with the first one.
             num_cached_tokens=self.answers[0].sequence.num_cached_tokens,
             metrics=self.metrics.copy(),
+            prompt_logprobs=self._all_prompt_logprobs(),
         )
 
 

@@ -6,21 +6,17 @@ from collections.abc import Iterable
 
 from nv_core import RequestError, SamplingParams
 
-_UNBUILT = (
-    "logprobs",
-    "prompt_logprobs",
-)
 
-
-def check_sampling_params(params: SamplingParams, *, vocab_size: int) -> None:
+def check_sampling_params(params: SamplingParams, *, vocab_size: int, max_logprobs: int) -> None:
     """Refuses what cannot be served.
 
     Args:
         params: What the caller asked for.
         vocab_size: Number of token ids that the model has.
+        max_logprobs: Most log-probabilities of one position; -1 for no limit.
 
     Raises:
-        RequestError: A token id is none of the model's, or a parameter is not supported.
+        RequestError: A token id is none of the model's, or there are too many log-probabilities.
     """
     _check_token_ids("stop_token_ids", params.stop_token_ids, vocab_size)
     _check_token_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
@@ -31,10 +27,13 @@ def check_sampling_params(params: SamplingParams, *, vocab_size: int) -> None:
                 f"bad_words holds {word!r}, which is text; give it as a list of token ids"
             )
         _check_token_ids("bad_words", word, vocab_size)
-    default = SamplingParams()
-    for name in _UNBUILT:
-        if getattr(params, name) != getattr(default, name):
-            raise RequestError(f"{name} is not supported by this engine yet; leave it out")
+    for name in ("logprobs", "prompt_logprobs"):
+        wanted = getattr(params, name)
+        if wanted is not None and max_logprobs >= 0 and not 0 <= wanted <= max_logprobs:
+            raise RequestError(
+                f"{name}={wanted} is more than max_logprobs={max_logprobs} allows; ask for less, "
+                "or make the engine with a higher max_logprobs (-1 for no limit)"
+            )
 
 
 def _check_token_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:

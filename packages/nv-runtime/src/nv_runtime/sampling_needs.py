@@ -98,7 +98,7 @@ def needs_of(seq: Sequence, vocab_size: int) -> RowNeeds:
         logit_bias=params.logit_bias is not None,
         allowed_mask=params.allowed_token_ids is not None,
         banned_words=bool(params.bad_words),
-        num_top=None if params.logprobs is None else _bucket(params.logprobs, vocab_size),
+        num_top=None if params.logprobs is None else num_top_bucket(params.logprobs, vocab_size),
     )
     early = late | SamplingNeeds(banned_words=bool(params.min_tokens and seq.stop_token_ids))
     return RowNeeds(early, late, seq.num_prompt_tokens + params.min_tokens)
@@ -129,8 +129,8 @@ def _as_ids(word: str | object) -> tuple[int, ...]:
     return word
 
 
-def _bucket(num_top: int, vocab_size: int) -> int:
-    """Rounds up to one of few numbers; -1 is all tokens."""
+def num_top_bucket(num_top: int, vocab_size: int) -> int:
+    """Rounds a number of most probable tokens up to one of few; -1 is all tokens."""
     if num_top < 0:
         return vocab_size
     for bucket in _TOP_BUCKETS:

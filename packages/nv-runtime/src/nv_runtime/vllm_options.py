@@ -82,7 +82,6 @@ _WITHOUT_EFFECT = {
     "disable_custom_all_reduce",
     "disable_log_requests",
     "limit_mm_per_prompt",
-    "max_logprobs",
     "max_lora_rank",
     "max_loras",
     "max_parallel_loading_workers",
