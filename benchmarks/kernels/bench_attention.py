@@ -21,15 +21,14 @@ from __future__ import annotations
 import argparse
 import math
 import random
-import statistics
 import sys
-import time
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
+from timing import median_us
 
 from nv_kernels import (
     AttentionMetadata,
@@ -46,7 +45,6 @@ if TYPE_CHECKING:
 HEAD_DIM = 128
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 ROTATION_BYTES = 1 << 30
-CALLS_PER_GRAPH = 10
 FLASH_ATTN_BLOCK_SIZE = 256
 
 
@@ -324,42 +322,6 @@ def relative_error(actual: Tensor, problem: Problem, case: Case) -> float:
 def tolerance(dtype: torch.dtype) -> float:
     """Allows for two roundings to the dtype, and for fp32 sums of another order."""
     return max(torch.finfo(dtype).eps, 1e-5)
-
-
-def median_us(
-    step: Callable[[int], object], num_caches: int, device: torch.device, repeats: int
-) -> float:
-    """Times one call."""
-    for call in range(3):
-        step(call)
-    if device.type != "cuda":
-        seconds = []
-        for call in range(repeats):
-            start = time.perf_counter()
-            step(call)
-            seconds.append(time.perf_counter() - start)
-        return statistics.median(seconds) * 1e6
-    num_calls = max(num_caches, CALLS_PER_GRAPH)
-    torch.cuda.synchronize(device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in range(num_calls):
-            step(call)
-    graph.replay()
-    times = []
-    for _ in range(repeats):
-        before, after = cuda_timer(), cuda_timer()
-        before.record()
-        graph.replay()
-        after.record()
-        torch.cuda.synchronize(device)
-        times.append(float(before.elapsed_time(after)) * 1e3 / num_calls)
-    return statistics.median(times)
-
-
-def cuda_timer() -> torch.cuda.Event:
-    """Makes an event that notes the time when the stream reaches it."""
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def write(line: str) -> None:

@@ -34,6 +34,10 @@ def test_every_launch_compiles_for_hopper(tmp_path: Path) -> None:
         name: int(size) for name, size in (line.split() for line in done.stdout.splitlines())
     }
     assert set(shared_bytes) == {
+        "_weigh_parts_kernel",
+        "_draw_kernel",
+        "_draw_filtered_kernel",
+        "_join_parts_kernel",
         "_split_kernel",
         "_combine_kernel",
         "_direct_kernel",

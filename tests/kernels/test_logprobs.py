@@ -68,3 +68,18 @@ def test_wrong_arguments_are_named() -> None:
     for num_top in (-1, 9):
         with pytest.raises(KernelInputError, match=r"num_top is .* must be in \[0, 8\]"):
             token_logprobs(logits, ids, num_top=num_top)
+
+
+@pytest.mark.gpu
+def test_both_implementations_agree_at_full_size() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    generator = torch.Generator("cuda").manual_seed(0)
+    logits = torch.randn(64, 151936, device="cuda", generator=generator, dtype=torch.bfloat16) * 3
+    token_ids = torch.randint(0, 151936, (64,), device="cuda", generator=generator)
+    ours = token_logprobs(logits, token_ids, num_top=20, backend="triton")
+    theirs = token_logprobs(logits, token_ids, num_top=20, backend="torch")
+    assert torch.equal(ours.ranks, theirs.ranks)
+    assert torch.equal(ours.top_token_ids, theirs.top_token_ids)
+    torch.testing.assert_close(ours.logprobs, theirs.logprobs, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ours.top_logprobs, theirs.top_logprobs, rtol=1e-4, atol=1e-4)

@@ -156,12 +156,16 @@ def test_graphs_and_overlap_change_no_token(tmp_path: Path) -> None:
         {"temperature": 1.2, "top_k": 5},
         {"temperature": 0.7, "top_p": 0.6, "repetition_penalty": 1.3},
         {"temperature": 1.0, "min_tokens": 6, "stop_token_ids": list(range(0, vocab_size, 5))},
+        {"temperature": 0.9, "min_p": 0.05, "presence_penalty": 1.0, "frequency_penalty": -0.4},
+        {"temperature": 1.1, "logit_bias": {3: 3.0, 7: -9.0}, "logprobs": 4},
+        {"temperature": 1.4, "allowed_token_ids": list(range(1, vocab_size, 3))},
+        {"temperature": 0.6, "bad_words": [[5], [1, 2], [9, 8, 7]], "prompt_logprobs": 2},
     ]
     params = [
         SamplingParams(seed=i, max_tokens=3 + 5 * i % 37, ignore_eos=True, **kinds[i % len(kinds)])
         for i in range(len(prompts))
     ]
-    results = []
+    results, logprobs = [], []
     for options in (
         {"enforce_eager": True, "async_scheduling": False},
         {"enforce_eager": True, "async_scheduling": True},
@@ -182,10 +186,18 @@ def test_graphs_and_overlap_change_no_token(tmp_path: Path) -> None:
         ) as llm:
             outputs = llm.generate(prompts, params, use_tqdm=False)
             results.append([list(o.outputs[0].token_ids) for o in outputs])
+            logprobs.append([o.outputs[0].logprobs for o in outputs])
             scheduler = llm._open_parts().engine.scheduler
             scheduler.check_invariants()
             assert scheduler.num_free_blocks == 60
     assert results[1:] == results[:1] * 3
+    for other in logprobs[1:]:
+        for ours, theirs in zip(logprobs[0], other, strict=True):
+            assert (ours is None) == (theirs is None)
+            for entry, twin in zip(ours or [], theirs or [], strict=True):
+                assert list(entry) == list(twin)
+                values = [item.logprob for item in entry.values()]
+                assert [item.logprob for item in twin.values()] == pytest.approx(values, abs=1e-4)
 
 
 def test_the_pool_is_sized_from_memory(tmp_path: Path) -> None:

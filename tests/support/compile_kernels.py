@@ -8,56 +8,55 @@ the compiler refuses, such as a name with two types.
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
-from triton import compile as triton_compile  # type: ignore[import-untyped]
 from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
-from triton.compiler import ASTSource  # type: ignore[import-untyped]
+from triton.runtime import driver  # type: ignore[import-untyped]
 from triton.runtime.jit import JITFunction  # type: ignore[import-untyped]
 
-from nv_kernels import AttentionMetadata, LayerKVCache
+from nv_kernels import AttentionMetadata, LayerKVCache, LogitAdjustments, TokenFilters
 from nv_kernels.triton import (
     all_reduce,
     attention,
     launch,
     linear,
+    logprobs,
     rms_norm,
     rotate_and_store,
+    sampling,
     silu_and_mul,
 )
 
 HOPPER = GPUTarget("cuda", 90, 32)
-OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
-DTYPES = {torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64", torch.float32: "fp32"}
 
 
-def compile_launch(
-    kernel: JITFunction, *args: object, grid: object, warmup: bool, **kwargs: object
-) -> None:
-    """Stands in for `JITFunction.run`."""
-    options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
-    values = {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}
-    signature: dict[str, str] = {}
-    constants: dict[str, object] = {}
-    attributes: dict[tuple[int], list[list[str | int]]] = {}
-    for param in kernel.params:
-        value = values[param.name]
-        if param.is_constexpr:
-            signature[param.name], constants[param.name] = "constexpr", value
-        elif isinstance(value, float):
-            signature[param.name] = "fp32"
-        else:
-            if isinstance(value, torch.Tensor):
-                signature[param.name] = f"*{DTYPES[value.dtype]}"
-                is_aligned = True
-            else:
-                signature[param.name] = "i32"
-                is_aligned = isinstance(value, int) and value % 16 == 0
-            if is_aligned and not param.do_not_specialize:
-                attributes[(param.num,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constants, attributes)
-    compiled = triton_compile(source, target=HOPPER, options=options)
-    sys.stdout.write(f"{kernel.fn.__name__} {compiled.metadata.shared}\n")
+class Hopper:
+    """A driver that knows what it would compile for, and can launch nothing."""
+
+    def get_current_target(self) -> GPUTarget:
+        return HOPPER
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def compile_launches() -> None:
+    """Makes every launch compile its kernel and report it, instead of running it."""
+    driver.set_active(Hopper())
+    run = JITFunction.run
+
+    def compile_launch(kernel: JITFunction, *args: Any, warmup: bool, **kwargs: Any) -> None:  # noqa: ANN401
+        compiled = run(kernel, *args, warmup=True, **kwargs)
+        sys.stdout.write(f"{kernel.fn.__name__} {compiled.metadata.shared}\n")
+
+    JITFunction.run = compile_launch
 
 
 def attend(query_lens: list[int], context_lens: list[int], head_dim: int, block_size: int) -> None:
@@ -106,10 +105,29 @@ def run_layer(num_tokens: int) -> None:
     linear.linear_parts(rows(num_tokens, 1024), rows(256, 1024))
 
 
+def sample(num_rows: int, vocab_size: int) -> None:
+    logits = torch.zeros(num_rows, vocab_size, dtype=torch.bfloat16)
+    state = torch.zeros(num_rows, 14, dtype=torch.int32)
+    floats, ids = state.view(torch.float32), torch.zeros(num_rows, dtype=torch.int64)
+    draw = (floats[:, 2], state[:, 4:6].view(torch.int64)[:, 0], ids)
+    filters = TokenFilters(state[:, 6], floats[:, 7], floats[:, 8])
+    counts = torch.zeros(9, vocab_size, dtype=torch.int32)
+    adjustments = LogitAdjustments(
+        state[:, 0], counts[:, : -(-vocab_size // 32)], counts.float(), counts, floats[:, 9:12]
+    )
+    for adjusted in (None, adjustments):
+        for filtered in (None, filters):
+            sampling.sample_tokens(logits, *draw, adjusted, filtered)
+    sampling.sample_shard(logits, *draw, first_token=vocab_size)
+    for num_top in (0, 20):
+        logprobs.token_logprobs(logits, ids, num_top)
+
+
 def main() -> None:
-    JITFunction.run = compile_launch
+    compile_launches()
     launch._can_overlap = lambda device: True  # type: ignore[assignment]
     run_layer(3)
+    sample(2, 151936)
     attend([1], [300], 128, 64)  # split, combine
     attend([1, 1, 1, 9], [300, 5, 1, 9], 80, 16)  # direct, prompts
 
