@@ -127,7 +127,8 @@ def main() -> None:
     compile_launches()
     launch._can_overlap = lambda device: True  # type: ignore[assignment]
     run_layer(3)
-    sample(2, 151936)
+    for vocab_size in (131, 4500, 151936):
+        sample(2, vocab_size)
     attend([1], [300], 128, 64)  # split, combine
     attend([1, 1, 1, 9], [300, 5, 1, 9], 80, 16)  # direct, prompts
 

@@ -121,9 +121,9 @@ def _gather_candidates(
 ) -> tl.tensor:
     """Lists the tokens whose keys reach a bound; returns their number, which may pass the list."""
     is_open = tile_keys >= bound
-    place = tl.cumsum(is_open.to(tl.int32), axis=0) - 1
+    tile_place = tl.cumsum(is_open.to(tl.int32), axis=0) - 1
     tile_ids_ptr += row * num_tiles
-    tl.store(tile_ids_ptr + place, tl.arange(0, block_tiles), mask=is_open)
+    tl.store(tile_ids_ptr + tile_place, tl.arange(0, block_tiles), mask=is_open)
     num_open = tl.sum(is_open.to(tl.int32), axis=0)
     # What one thread stores another one reads.
     tl.debug_barrier()
