@@ -196,6 +196,7 @@ def test_sampling_flags_change_the_models_defaults(nv: Run) -> None:
     assert nv("generate", "m", "p", llm=llm) == 0
     assert llm.params == [SamplingParams(temperature=0.6, top_k=20, max_tokens=256)]
     flags = "--temperature 0 --top-p 0.9 --top-k 5 --min-p 0.1 --repetition-penalty 1.1 "
+    flags += "--presence-penalty 0.5 --frequency-penalty -0.5 "
     flags += "--max-tokens 7 --min-tokens 2 --ignore-eos --stop-token-ids 3 --stop-token-ids 4 "
     flags += "--no-skip-special-tokens"
     assert nv("generate", "m", "p", *flags.split(), llm=llm) == 0
@@ -204,6 +205,8 @@ def test_sampling_flags_change_the_models_defaults(nv: Run) -> None:
         top_p=0.9,
         top_k=5,
         min_p=0.1,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
         repetition_penalty=1.1,
         max_tokens=7,
         min_tokens=2,

@@ -26,7 +26,7 @@ class StepMemory:
 
     Args:
         activation_bytes: Intermediate results of the longest step.
-        sampling_bytes: Logits of a full batch, and what filters make of them.
+        sampling_bytes: Logits of a full batch, and the tables and sorts beside them.
         graph_bytes: What captured graphs hold on to; 0 without graphs.
         workspace_bytes: What libraries take for themselves; 0 on a CPU.
     """
@@ -56,10 +56,11 @@ def estimate_step_memory(
 
     A layer's widest moment holds the residual, its input, the gate-and-up product and the
     activation; attention holds query, key, value and output. Sampling holds the logits in the
-    model's dtype, and four float32 tensors of that shape (scaled, sorted, their indices count
-    double, noise). Graphs have memory pools of their own, one for decode steps and one for steps
-    with prompts, each as large as its largest step: what one graph needs for a moment, the others
-    of its pool use too.
+    model's dtype, and at most six 32-bit values beside each: the tables of counts and biases, which
+    stay once a request has needed them, and a sort where more than 32 log-probabilities are asked
+    for (its indices count double). Graphs have memory pools of their own, one for decode steps and
+    one for steps with prompts, each as large as its largest step: what one graph needs for a
+    moment, the others of its pool use too.
 
     Args:
         config: The model.
