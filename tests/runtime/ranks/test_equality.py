@@ -24,8 +24,8 @@ from tiny_checkpoints import TinySpec
 
 NUM_OUTPUT_TOKENS = 7
 
-# 131, 97 and 257 divide by neither 2 nor 4; with 4 ranks, 1 and 2 KV heads are replicated; 4 ranks
-# share 9 tokens so that the last holds nothing but padding.
+# 131, 97 and 257 divide by neither 2 nor 4; with 4 ranks, 1 and 2 KV heads are replicated; of those
+# that share 9 tokens, the first holds all and the others nothing but padding.
 SPECS = {
     "qwen3": TinySpec(family="qwen3"),
     "qwen3-tied-one-kv-head": TinySpec(

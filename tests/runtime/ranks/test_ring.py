@@ -186,13 +186,13 @@ def test_a_count_that_arrives_before_the_slot_is_not_believed() -> None:
 )
 def test_foreign_memory_is_refused(memory: bytes, message: str) -> None:
     with pytest.raises(ProtocolError, match=message):
-        RingReader(memoryview(bytearray(memory)), 0, sleep=time.sleep)
+        RingReader(memoryview(bytearray(memory)), 0, sleep=time.sleep, spin_s=0)
 
 
 def test_a_reader_beyond_the_ring_is_refused() -> None:
     pair = Pair(num_readers=2)
     with pytest.raises(ProtocolError, match="reader 2 is not in"):
-        RingReader(pair.memory, 2, sleep=time.sleep)
+        RingReader(pair.memory, 2, sleep=time.sleep, spin_s=0)
 
 
 def test_a_segment_is_private_and_has_no_name() -> None:
@@ -213,7 +213,7 @@ import sys, time, zlib
 from nv_runtime.ranks.ring import RingReader
 from nv_runtime.ranks.segment import SharedSegment
 fd, number, count, nap_every = map(int, sys.argv[1:])
-reader = RingReader(SharedSegment(fd).memory, number, sleep=lambda s: time.sleep(0.0002))
+reader = RingReader(SharedSegment(fd).memory, number, sleep=lambda s: time.sleep(0.0002), spin_s=0)
 checksum = 0
 for i in range(count):
     checksum = zlib.crc32(reader.read(), checksum)

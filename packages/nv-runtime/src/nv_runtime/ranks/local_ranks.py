@@ -33,13 +33,11 @@ from nv_runtime.ranks.process_group import (
 )
 from nv_runtime.ranks.processes import RankProcess
 from nv_runtime.ranks.rank_main import StartMessage, options_for_rank
-from nv_runtime.ranks.ring import RingLayout, RingWriter
+from nv_runtime.ranks.ring import RingLayout, RingWriter, spin_seconds
 from nv_runtime.ranks.segment import SharedSegment
 from nv_runtime.ranks.watch import RankWatch
 from nv_runtime.ranks.wire import CommandKind, pack_command
 
-_SPIN_S = 0.0002
-"""How long a rank spins for a command, where every rank has a processor to itself."""
 _STOP_S = 5.0
 """How long a rank may take to end when it is told to."""
 _CAUSE_S = 3.0
@@ -208,7 +206,7 @@ class _Group:
                     store_port=port,
                     collective_backend=backend,
                     options=options | {"model": str(model_path), "revision": None},
-                    spin_s=_SPIN_S if (os.cpu_count() or 1) > size else 0.0,
+                    spin_s=spin_seconds(size),
                     timeout_s=config.rank_start_timeout_s,
                 )
                 self.processes.append(

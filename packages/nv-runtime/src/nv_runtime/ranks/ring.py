@@ -46,6 +46,15 @@ _WRITER_NAPS_S = (0.0, 0.0, 0.00005, 0.0002, 0.001)
 """A writer that finds the ring full naps this long, then longer; the last goes on."""
 
 
+def spin_seconds(num_processes: int) -> float:
+    """Returns how long a reader should spin before it sleeps.
+
+    Spinning answers within microseconds and costs a processor: it is worth that for a moment where
+    every process has a processor to itself, and harmful where they share.
+    """
+    return 0.0002 if (os.cpu_count() or 1) > num_processes else 0.0
+
+
 class RingLayout:
     """Where things are.
 
@@ -203,7 +212,7 @@ class RingReader:
         reader: int,
         *,
         sleep: Callable[[float], None],
-        spin_s: float = 0.0002,
+        spin_s: float,
     ) -> None:
         """Joins a ring that its writer has made.
 
@@ -211,8 +220,7 @@ class RingReader:
             memory: The ring's memory.
             reader: This reader's number, from 0.
             sleep: Sleeps until the writer wakes this reader, or so many seconds.
-            spin_s: How long to look again and again before sleeping. Spinning answers within
-                microseconds and costs a processor.
+            spin_s: How long to look again and again before sleeping; see `spin_seconds`.
 
         Raises:
             ProtocolError: The memory holds no ring of this version, or not this reader.
