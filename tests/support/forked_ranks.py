@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import reduction
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,6 +43,15 @@ def fork_ranks(patch: pytest.MonkeyPatch, faults: dict[int, Fault] | None = None
         return ForkedProcess(fds, left.pop(rank, do_nothing))
 
     patch.setattr(nv_runtime.ranks.processes, "start_process", start)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is alive; a zombie is not, though nobody may be there to bury it."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
 
 
 class ForkedProcess:

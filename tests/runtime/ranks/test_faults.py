@@ -26,6 +26,7 @@ from forked_ranks import (
     fail,
     fork_ranks,
     hang,
+    is_running,
     other_checkpoint,
     other_code,
     slow_reader,
@@ -83,15 +84,6 @@ def answers(llm: LLM) -> list[list[int]]:
 def pids_of(llm: LLM) -> list[int]:
     pids: list[int] = llm._open_parts().engine.runner.pids  # type: ignore[attr-defined]
     return pids
-
-
-def is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    stat = Path(f"/proc/{pid}/stat")
-    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 def assert_gone(pids: list[int]) -> None:

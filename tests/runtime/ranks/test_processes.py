@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import tiny_checkpoints
+from forked_ranks import is_running
 from nv_core import SamplingParams
 from nv_runtime import LLM
 from nv_runtime.ranks.segment import memory_folder
@@ -104,15 +105,6 @@ def told(process: subprocess.Popen[str]) -> Any:  # noqa: ANN401 - JSON
     return json.loads(line)
 
 
-def is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    # A zombie is dead; nobody may be there to bury it.
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-
-
 def wait_until(condition: Callable[[], bool]) -> None:
     give_up_at = time.monotonic() + 30
     while not condition():
@@ -158,6 +150,10 @@ def test_a_killed_parent_takes_its_ranks_with_it_and_leaves_nothing(checkpoint: 
     wait_until(lambda: not any(map(is_running, pids)))
     assert shared_memory() <= before
     process.communicate()
+    again = run(checkpoint, "tell(tokens=answer(make()))")
+    assert len(told(again)["tokens"]) == 8
+    assert again.communicate(timeout=60)[1] == ""
+    assert again.returncode == 0
 
 
 def test_an_interrupt_from_the_keyboard_reaches_the_parent_alone(checkpoint: Path) -> None:

@@ -93,6 +93,8 @@ def main(line_fd: int, lifeline_fd: int, segment_fd: int) -> None:
 
 def _run(start: StartMessage, channel: Channel, segment: SharedSegment) -> None:
     # Here, where a failure of an import is reported like any other.
+    import torch
+
     from nv_models import open_checkpoint
     from nv_runtime.builder import build_rank
     from nv_runtime.ranks.agreement import Agreement
@@ -101,6 +103,9 @@ def _run(start: StartMessage, channel: Channel, segment: SharedSegment) -> None:
     channel.send({"kind": "ready"})
     config = _config_from(start.options)
     device = config.resolve_device()
+    if device.type == "cuda":
+        # The process is this rank's alone; without this, some libraries would also open device 0.
+        torch.cuda.set_device(device)
     store = join_store(start.store_port, start.timeout_s)
     group = join_group(
         store,
