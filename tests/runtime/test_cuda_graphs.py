@@ -1,10 +1,16 @@
-"""Which graph serves which batch: pure functions of sizes."""
+"""Which graph serves which batch, and that ranks capture the same ones."""
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Callable
+from typing import cast
 
+import pytest
+import torch
+
+from nv_models import TensorParallel
 from nv_runtime.cuda_graphs import (
+    CaptureAttempts,
     MixedShape,
     batch_buckets,
     context_bound,
@@ -63,3 +69,43 @@ def test_a_shape_holds_another_only_if_it_is_as_large_in_everything() -> None:
     for layout in (StepLayout(65, 16, 8), StepLayout(64, 17, 8), StepLayout(64, 16, 9)):
         assert not shape.holds(MixedShape(layout, max_query_len=64))
     assert not shape.holds(MixedShape(shape.layout, max_query_len=65))
+
+
+class OtherRank(TensorParallel):
+    """One of two ranks, beside one that lacks memory or does not."""
+
+    def all_reduce_max(self, values: torch.Tensor) -> torch.Tensor:
+        return values.clamp(min=int(self.stages_on_host))  # a field that nothing reads here
+
+
+def attempts_beside(lacks_memory: int) -> CaptureAttempts:
+    group = cast("torch.distributed.ProcessGroup", object())
+    ranks = OtherRank(0, 2, group, stages_on_host=bool(lacks_memory))
+    return CaptureAttempts(ranks, torch.device("cpu"))
+
+
+def out_of_memory() -> str:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize("here", [False, True])
+def test_one_rank_without_memory_ends_the_captures_of_all(here: bool) -> None:  # noqa: FBT001
+    attempts = attempts_beside(0 if here else 1)
+    runs: list[str] = []
+    record: Callable[[], str] = out_of_memory if here else lambda: "graph"
+    assert attempts.capture(warm_up=lambda: runs.append("first"), record=record) is None
+    # What another rank does not run, this one must not run either.
+    assert attempts.capture(warm_up=lambda: runs.append("second"), record=lambda: "graph") is None
+    assert runs == ["first"]
+
+
+def test_ranks_that_all_have_memory_capture() -> None:
+    attempts = attempts_beside(0)
+    assert attempts.capture(warm_up=lambda: None, record=lambda: "graph") == "graph"
+
+
+def test_a_rank_that_fails_among_collectives_must_not_go_on() -> None:
+    with pytest.raises(torch.OutOfMemoryError):
+        attempts_beside(0).capture(warm_up=out_of_memory, record=lambda: "graph")
+    alone = CaptureAttempts(TensorParallel(), torch.device("cpu"))
+    assert alone.capture(warm_up=out_of_memory, record=lambda: "graph") is None

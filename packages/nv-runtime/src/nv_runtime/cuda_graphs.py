@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from nv_core import StepPlan
+from nv_models import TensorParallel
 from nv_runtime.decode_step import DecodeStep
 from nv_runtime.input_builder import StepLayout
 from nv_runtime.mixed_step import MixedStep
@@ -99,6 +100,7 @@ class DecodeGraphs:
         step: DecodeStep,
         *,
         tables: SamplingTables,
+        attempts: CaptureAttempts,
         padding_row: int,
         max_num_seqs: int,
         max_model_len: int,
@@ -108,6 +110,7 @@ class DecodeGraphs:
         Args:
             step: What to capture.
             tables: What its sampling reads; a graph goes with the tables of its time.
+            attempts: Captures them.
             padding_row: Row that a warm-up run may use without harm.
             max_num_seqs: Largest batch.
             max_model_len: Longest context.
@@ -118,7 +121,7 @@ class DecodeGraphs:
         self._max_model_len = max_model_len
         self._buckets = batch_buckets(max_num_seqs)
         self._graphs: dict[_DecodeKey, tuple[torch.cuda.CUDAGraph, SampledTokens]] = {}
-        self._attempts = CaptureAttempts()
+        self._attempts = attempts
         self._pool = torch.cuda.graph_pool_handle()
 
     def padded_size(self, batch_size: int) -> int:
@@ -140,9 +143,7 @@ class DecodeGraphs:
         bound = context_bound(max_context_len, self._max_model_len)
         key = (batch.shape[0], bound, needs, self._tables.banned_shape * needs.banned_words)
         if key not in self._graphs:
-            captured = self._attempts.capture(
-                lambda: self._capture(batch, max_context_len=bound, needs=needs)
-            )
+            captured = self._capture(batch, max_context_len=bound, needs=needs)
             if captured is None:
                 return self._step(batch, max_context_len=max_context_len, needs=needs)
             self._graphs[key] = captured
@@ -152,12 +153,15 @@ class DecodeGraphs:
 
     def _capture(
         self, batch: Tensor, *, max_context_len: int, needs: SamplingNeeds
-    ) -> tuple[torch.cuda.CUDAGraph, SampledTokens]:
+    ) -> tuple[torch.cuda.CUDAGraph, SampledTokens] | None:
         """Captures one graph, after a run on padding rows that does no harm."""
-        padding = torch.full_like(batch, self._padding_row)
-        self._step(padding, max_context_len=max_context_len, needs=needs)
-        return capture(
-            lambda: self._step(batch, max_context_len=max_context_len, needs=needs), self._pool
+
+        def run(rows: Tensor) -> SampledTokens:
+            return self._step(rows, max_context_len=max_context_len, needs=needs)
+
+        return self._attempts.capture(
+            warm_up=lambda: run(torch.full_like(batch, self._padding_row)),
+            record=lambda: capture(lambda: run(batch), self._pool),
         )
 
 
@@ -191,6 +195,7 @@ class MixedGraphs:
         self,
         step: MixedStep,
         *,
+        attempts: CaptureAttempts,
         max_tokens: int,
         max_num_seqs: int,
         max_model_len: int,
@@ -200,6 +205,7 @@ class MixedGraphs:
 
         Args:
             step: What to capture.
+            attempts: Captures them.
             max_tokens: Longest step to capture, in tokens.
             max_num_seqs: Most sequences in one step.
             max_model_len: Longest context.
@@ -213,7 +219,7 @@ class MixedGraphs:
         self._seen: set[MixedShape] = set()
         self._graphs: dict[MixedShape, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._inputs: dict[MixedShape, Tensor] = {}
-        self._attempts = CaptureAttempts()
+        self._attempts = attempts
         self._pool = torch.cuda.graph_pool_handle()
 
     def shape_for(self, plan: StepPlan) -> MixedShape | None:
@@ -265,7 +271,7 @@ class MixedGraphs:
         """
         if shape not in self._graphs:
             self._inputs[shape] = packed.clone()
-            captured = self._attempts.capture(lambda: self._capture(shape))
+            captured = self._capture(shape)
             if captured is None:
                 return self._run_eagerly(self._inputs.pop(shape), shape)
             self._graphs[shape] = captured
@@ -274,11 +280,14 @@ class MixedGraphs:
         graph.replay()
         return hidden
 
-    def _capture(self, shape: MixedShape) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def _capture(self, shape: MixedShape) -> tuple[torch.cuda.CUDAGraph, Tensor] | None:
         """Captures one graph, after a run on the step itself: it writes what the replay will."""
         packed = self._inputs[shape]
-        self._run_eagerly(packed, shape)
-        return capture(lambda: self._run_eagerly(packed, shape), self._pool)
+
+        def run() -> Tensor:
+            return self._run_eagerly(packed, shape)
+
+        return self._attempts.capture(warm_up=run, record=lambda: capture(run, self._pool))
 
     def _run_eagerly(self, packed: Tensor, shape: MixedShape) -> Tensor:
         layout = shape.layout
@@ -297,32 +306,54 @@ def _padded(size: int, buckets: list[int]) -> int:
 
 
 class CaptureAttempts:
-    """Captures graphs until the device has no memory for one more.
+    """Captures graphs until a device has no memory for one more.
 
     A capture runs nothing, and the run before it changes nothing that the step itself will not
     write again, so a step whose capture has failed can run eagerly.
+
+    Ranks must capture the same graphs: what one runs eagerly and another replays would not be the
+    same collectives. So they agree on each attempt, and one without memory stops all of them.
     """
 
-    def __init__(self) -> None:
-        """Starts with memory for graphs."""
+    def __init__(self, ranks: TensorParallel, device: torch.device) -> None:
+        """Starts with memory for graphs.
+
+        Args:
+            ranks: Those that run the same steps.
+            device: This rank's.
+        """
+        self._ranks = ranks
+        self._device = device
         self._has_memory = True
 
-    def capture(self, attempt: Callable[[], _Captured]) -> _Captured | None:
+    def capture(
+        self, *, warm_up: Callable[[], object], record: Callable[[], _Captured]
+    ) -> _Captured | None:
         """Makes an attempt.
 
         Args:
-            attempt: Captures a graph and returns it.
+            warm_up: Runs the step; see `capture`. With several ranks it must not fail: a rank that
+                leaves it early leaves the others in a collective.
+            record: Captures a graph and returns it.
 
         Returns:
-            What `attempt` returned; None if there was no memory for it, now or before.
+            What `record` returned; None if there was no memory for it, now or before, here or on
+            another rank.
         """
         if not self._has_memory:
             return None
+        captured: _Captured | None = None
+        is_warm = False
         try:
-            return attempt()
+            warm_up()
+            is_warm = True
+            captured = record()
         except RuntimeError as error:  # torch.OutOfMemoryError is one
-            if not _is_out_of_memory(error):
+            is_out_of_step = self._ranks.size > 1 and not is_warm
+            if is_out_of_step or not _is_out_of_memory(error):
                 raise
+        if self._is_there_for_all(captured):
+            return captured
         self._has_memory = False
         torch.cuda.empty_cache()
         logger.warning(
@@ -330,6 +361,12 @@ class CaptureAttempts:
             "slower and with the same results. Lower gpu_memory_utilization or max_num_seqs"
         )
         return None
+
+    def _is_there_for_all(self, captured: object | None) -> bool:
+        if self._ranks.size == 1:
+            return captured is not None
+        is_missing = torch.tensor([int(captured is None)], device=self._device)
+        return int(self._ranks.all_reduce_max(is_missing)) == 0
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:

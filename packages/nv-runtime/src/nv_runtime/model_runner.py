@@ -23,7 +23,7 @@ from torch import Tensor
 from nv_core import ScheduledSequence, StepPlan
 from nv_kernels import LayerKVCache, TokenLogprobs
 from nv_models import CausalLM
-from nv_runtime.cuda_graphs import DecodeGraphs, MixedGraphs
+from nv_runtime.cuda_graphs import CaptureAttempts, DecodeGraphs, MixedGraphs
 from nv_runtime.decode_step import DecodeStep
 from nv_runtime.device_batch import FIRST_BLOCK, TOKEN, DeviceBatch
 from nv_runtime.input_builder import layout_of, pack_step
@@ -109,6 +109,7 @@ class ModelRunner:
         if use_graphs:
             self._mixed_graphs = MixedGraphs(
                 self._mixed_step,
+                attempts=CaptureAttempts(model.tensor_parallel, device),
                 max_tokens=min(longest_graphed_step(model), max_num_batched_tokens),
                 max_num_seqs=max_num_seqs,
                 max_model_len=max_model_len,
@@ -117,6 +118,7 @@ class ModelRunner:
             self._decode_graphs = DecodeGraphs(
                 self._decode_step,
                 tables=self._batch.tables,
+                attempts=CaptureAttempts(model.tensor_parallel, device),
                 padding_row=self._batch.padding_row,
                 max_num_seqs=max_num_seqs,
                 max_model_len=max_model_len,
