@@ -29,7 +29,7 @@ from nv_core.step_log import read_step_log
 
 Run = Callable[..., tuple[int, str, str]]
 
-SMALL = ("-n", "40", "--num-blocks", "600", "--model", "qwen3-0.6b", "-q")
+SMALL = ("-n", "20", "--num-blocks", "600", "--model", "qwen3-0.6b", "-q")
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_run_writes_everything_that_it_can(nv_sim: Run, tmp_path: Path) -> None:
     for name in names.values():
         assert (tmp_path / name).stat().st_size > 500
     log = read_step_log(tmp_path / "l.jsonl.gz")
-    assert len(log.requests) == 40
+    assert len(log.requests) == 20
     assert log.header.model == find_model("qwen3-0.6b").as_dict()
 
 

@@ -152,9 +152,9 @@ def fit_roofline(
         raise ConfigError("the log's header does not hold the shape of the model")
 
     def solve(chosen: Sequence[_Row]) -> Hardware:
-        fixed = _fixed_features(chosen, hardware)
+        features = _Features.of(chosen, hardware)
         solutions = (
-            _solve_roofline(chosen, hardware, norm, ratio, fixed, bytes_share)
+            _solve_roofline(features, hardware, norm, ratio, bytes_share)
             for norm, ratio in itertools.product(NORMS, RATIOS)
         )
         return min(solutions, key=lambda solution: solution[0])[1]
@@ -186,47 +186,81 @@ class _Row:
         return self.model
 
 
+@dataclass(frozen=True)
+class _Features:
+    """What the steps that are fitted have in them.
+
+    Attributes:
+        flops: Arithmetic of the matrix products, [num_steps].
+        read_bytes: Weights that they read, [num_steps].
+        others: Seconds of KV reads and of attention at peak speed; numbers of sequences, layers
+            and steps, [num_steps, 5].
+        times: What the steps took in seconds, [num_steps].
+    """
+
+    flops: Floats
+    read_bytes: Floats
+    others: Floats
+    times: Floats
+
+    @classmethod
+    def of(cls, rows: Sequence[_Row], hardware: Hardware) -> _Features:
+        has_one_model = len({row.shape for row in rows}) == 1
+        flops, read_bytes, others = [], [], []
+        for row in rows:
+            model, work = row.shape, row.work
+            flops.append(
+                2.0 * model.num_matmul_parameters * work.num_tokens
+                + 2.0 * model.num_head_parameters * work.num_sampled
+            )
+            num_read = model.num_matmul_parameters + model.num_head_parameters
+            read_bytes.append(float(num_read * model.dtype_bytes))
+            context = model.kv_bytes_per_token * (work.decode_context + work.chunk_context)
+            pairs = 4 * model.num_layers * model.num_heads * model.head_dim * work.chunk_pairs
+            others.append(
+                (
+                    context / hardware.bytes_per_s,
+                    pairs / hardware.flops_per_s,
+                    work.num_seqs,
+                    model.num_layers,
+                    # With one model, what a layer costs and what a step costs look the same.
+                    0.0 if has_one_model else 1.0,
+                )
+            )
+        return cls(
+            np.array(flops), np.array(read_bytes), np.array(others, dtype=float), _times(rows)
+        )
+
+
 def _solve_roofline(
-    rows: Sequence[_Row],
+    features: _Features,
     hardware: Hardware,
     norm: float,
     ratio: float,
-    fixed: Floats,
     bytes_share: float | None,
 ) -> tuple[float, Hardware]:
     """Solves for one shape of the roofline.
 
     Args:
-        rows: The steps.
+        features: The steps.
         hardware: The data sheet.
         norm: See `Hardware`.
         ratio: flops_share / bytes_share.
-        fixed: Features that do not depend on the two, see `_fixed_features`.
         bytes_share: See `fit_roofline`.
 
     Returns:
         The loss, see `_solve`, and the fitted GPU.
     """
-    compute = [
-        2 * r.shape.num_matmul_parameters * r.work.num_tokens
-        + 2 * r.shape.num_head_parameters * r.work.num_sampled
-        for r in rows
-    ]
-    read = [
-        (r.shape.num_matmul_parameters + r.shape.num_head_parameters) * r.shape.dtype_bytes
-        for r in rows
-    ]
-    compute_s = np.array(compute, dtype=float) / (hardware.flops_per_s * ratio)
-    read_s = np.array(read, dtype=float) / hardware.bytes_per_s
+    compute_s = features.flops / (hardware.flops_per_s * ratio)
+    read_s = features.read_bytes / hardware.bytes_per_s
     linear_s = (compute_s**norm + read_s**norm) ** (1 / norm)
-    times = _times(rows)
+    times = features.times
     if bytes_share is None:
-        weights, loss = _solve(np.column_stack([linear_s, fixed]), times, times)
-        linear = float(weights[0])
-        rest = weights[1:]
+        weights, loss = _solve(np.column_stack([linear_s, features.others]), times, times)
+        linear, rest = float(weights[0]), weights[1:]
     else:
         linear = 1 / bytes_share
-        rest, loss = _solve(fixed, times - linear * linear_s, times)
+        rest, loss = _solve(features.others, times - linear * linear_s, times)
     kv, attention, seq, layer, step = (float(w) for w in rest)
     # What costs nothing is infinitely fast; a large share says so.
     shares = [1 / w if w > 1e-3 else 1e3 for w in (linear, kv, attention)]
@@ -242,27 +276,6 @@ def _solve_roofline(
         step_overhead_s=step,
     )
     return loss, fitted
-
-
-def _fixed_features(rows: Sequence[_Row], hardware: Hardware) -> Floats:
-    """KV reads and attention at peak speed, sequences, layers and steps, [num_rows, 5]."""
-    has_one_model = len({row.shape for row in rows}) == 1
-    features = []
-    for row in rows:
-        model, work = row.shape, row.work
-        context = model.kv_bytes_per_token * (work.decode_context + work.chunk_context)
-        pairs = 4 * model.num_layers * model.num_heads * model.head_dim * work.chunk_pairs
-        features.append(
-            (
-                context / hardware.bytes_per_s,
-                pairs / hardware.flops_per_s,
-                work.num_seqs,
-                model.num_layers,
-                # With one model, what a layer costs and what a step costs are the same thing.
-                0.0 if has_one_model else 1.0,
-            )
-        )
-    return np.array(features, dtype=float)
 
 
 def _rows(logs: StepLog | Iterable[StepLog]) -> list[_Row]:
