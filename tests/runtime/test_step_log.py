@@ -118,6 +118,31 @@ def test_times_follow_each_other(checkpoint: Path, tmp_path: Path) -> None:
     assert all(r.arrival_s <= log.steps[0].planned_s for r in log.requests.values())
 
 
+def test_the_report_of_the_engine_is_made_from_its_log(checkpoint: Path, tmp_path: Path) -> None:
+    sim = pytest.importorskip("nv_core.sim", reason="needs the extra nv-core[sim]")
+    path = tmp_path / "log.jsonl"
+    with make_llm(checkpoint, path, async_scheduling=True) as llm:
+        params = SamplingParams(max_tokens=12, ignore_eos=True)
+        outputs = llm.generate(prompts_of([30, 5, 40, 8]), params, use_tqdm=False)
+    log = read_step_log(path)
+    metrics = sim.measure(log)
+    assert metrics.num_served == len(outputs)
+    assert metrics.itl_s.count == sum(len(o.outputs[0].token_ids) - 1 for o in outputs)
+    assert 0 < metrics.ttft_s.mean < metrics.e2e_s.mean < metrics.duration_s
+    assert 0 < metrics.busy_share <= 1
+    page = sim.write_report(log, tmp_path / "report.html").read_text("utf-8")
+    assert "engine, policy mixed: 4 requests" in page
+    # The device runs one step after the other, though they are launched ahead.
+    begins = log.begins_s()
+    assert any(step.launched_s < begin for step, begin in zip(log.steps, begins, strict=True))
+    for step, begin in zip(log.steps, begins[1:], strict=False):
+        assert begin >= step.done_s
+    # The pool that is drawn is the pool that the scheduler counted.
+    for step, pool in sim.replay_blocks(log):
+        assert pool.num_used == step.num_used_blocks
+        assert len(pool.cached) == step.num_cached_blocks
+
+
 def test_a_dropped_and_an_aborted_request_end_in_the_log(checkpoint: Path, tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     with make_llm(checkpoint, path) as llm:

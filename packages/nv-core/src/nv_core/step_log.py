@@ -260,6 +260,14 @@ class StepLog:
         ends = [r.finished_s for r in self.all_requests if r.finished_s is not None]
         return max([*ends, *(step.done_s for step in self.steps[-1:])], default=0.0)
 
+    def begins_s(self) -> list[float]:
+        """When the device began each step: it may have been launched while one before still ran."""
+        begins, free_s = [], 0.0
+        for step in self.steps:
+            begins.append(max(step.launched_s, free_s))
+            free_s = step.done_s
+        return begins
+
     def save(self, path: str | PathLike[str]) -> None:
         """Writes it to a file that `read_step_log` reads: requests, steps, then the ends.
 

@@ -308,7 +308,7 @@ def measure(
         r.num_prompt_tokens for r in times.requests if r.finish_reason in SERVED
     )
     num_output_tokens = int(times.num_output_tokens.sum())
-    busy = [max(0.0, step.done_s - step.launched_s) for step in log.steps]
+    busy = [s.done_s - begin for s, begin in zip(log.steps, log.begins_s(), strict=True)]
     return Metrics(
         num_requests=len(reasons),
         num_served=num_served,
@@ -373,7 +373,7 @@ def _mean_kv_use(log: StepLog) -> float:
     if not log.steps:
         return 0.0
     used = np.array([step.num_used_blocks for step in log.steps], dtype=float)
-    weight = np.array([max(0.0, step.done_s - step.launched_s) for step in log.steps])
+    weight = np.array([step.done_s for step in log.steps]) - np.array(log.begins_s())
     if not weight.sum():
         weight[:] = 1.0
     return float((used * weight).sum() / weight.sum() / log.header.num_blocks)

@@ -46,14 +46,14 @@ def trace_events(log: StepLog) -> list[dict[str, Any]]:
                     "args": {"message": request.message},
                 }
             )
-    for step in log.steps:
+    for step, begin_s in zip(log.steps, log.begins_s(), strict=True):
         args = {
             "sequences": len(step.seq_ids),
             "tokens": step.num_scheduled_tokens,
             "preempted": list(step.preempted),
         }
         name = f"step {step.step_id}"
-        events.append(_span(name, step.launched_s, step.done_s, DEVICE, 1, args))
+        events.append(_span(name, begin_s, step.done_s, DEVICE, 1, args))
         for counter, value in (
             ("tokens", step.num_scheduled_tokens),
             ("KV blocks used", step.num_used_blocks),
@@ -64,7 +64,7 @@ def trace_events(log: StepLog) -> list[dict[str, Any]]:
                 {
                     "name": counter,
                     "ph": "C",
-                    "ts": 1e6 * step.launched_s,
+                    "ts": 1e6 * begin_s,
                     "pid": DEVICE,
                     "args": {counter: value},
                 }

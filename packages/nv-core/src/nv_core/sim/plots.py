@@ -49,7 +49,7 @@ def plot_timeline(log: StepLog, path: str | PathLike[str], *, max_requests: int 
             axes[0].broken_barh(bars, (row - 0.4, 0.8), color=colour)
     axes[0].set_ylabel("request")
     axes[0].invert_yaxis()
-    times = [step.launched_s for step in log.steps]
+    times = log.begins_s()
     decodes = [sum(count == 1 for count in step.scheduled) for step in log.steps]
     others = [s.num_scheduled_tokens - d for s, d in zip(log.steps, decodes, strict=True)]
     axes[1].stackplot(times, decodes, others, step="post", colors=(COLOURS[DECODE], COLOURS[CHUNK]))

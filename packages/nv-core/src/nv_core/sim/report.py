@@ -200,6 +200,7 @@ def _steps(log: StepLog, blocks: list[dict[str, Any]] | None) -> Sequence[Sequen
         preempted requests, and free blocks with content (0 where that is not known).
     """
     size = -(-len(log.steps) // MAX_STEPS) or 1
+    begins = log.begins_s()
     cached = [] if blocks is None else [change["cached"] for change in blocks]
     rows = []
     for start in range(0, len(log.steps), size):
@@ -207,7 +208,7 @@ def _steps(log: StepLog, blocks: list[dict[str, Any]] | None) -> Sequence[Sequen
         decodes = [sum(count == 1 for count in step.scheduled) for step in steps]
         rows.append(
             (
-                round(steps[0].launched_s, 6),
+                round(begins[start], 6),
                 round(steps[-1].done_s, 6),
                 max(decodes),
                 max(s.num_scheduled_tokens - d for s, d in zip(steps, decodes, strict=True)),

@@ -64,7 +64,7 @@ def make_lanes(log: StepLog, *, max_requests: int | None = None) -> list[Lane]:
     requests = list(log.requests.values())[:max_requests]
     builders = {r.seq_id: _LaneBuilder(Lane(r)) for r in requests if r.seq_id is not None}
     waiting = dict(builders)
-    for step in log.steps:
+    for step, begin_s in zip(log.steps, log.begins_s(), strict=True):
         for seq_id in step.preempted:
             if seq_id in builders:
                 builders[seq_id].preempt(step)
@@ -79,7 +79,8 @@ def make_lanes(log: StepLog, *, max_requests: int | None = None) -> list[Lane]:
         ):
             chosen = builders.get(seq_id)
             if chosen is not None:
-                chosen.run(step, computed, scheduled, sampled is None or seq_id in sampled)
+                is_sampled = sampled is None or seq_id in sampled
+                chosen.run(step, begin_s, computed, scheduled, samples=is_sampled)
                 waiting.pop(seq_id, None)
     end = log.end_s
     for builder in builders.values():
@@ -112,39 +113,41 @@ class _LaneBuilder:
         self._is_resident = False
         self._waits = Segment(step.planned_s, step.planned_s, PREEMPTED, "preempted", num_steps=0)
 
-    def run(self, step: StepRecord, computed: int, scheduled: int, samples: bool) -> None:  # noqa: FBT001 - hot path
+    def run(
+        self, step: StepRecord, begin_s: float, computed: int, scheduled: int, *, samples: bool
+    ) -> None:
         """Notes that a step computes some of it."""
         ended = self.lane.request.finished_s
-        if ended is not None and step.launched_s >= ended:
+        if ended is not None and begin_s >= ended:
             return
         found = 0
         if not self._is_resident:
-            self._close_wait(step.launched_s)
+            self._close_wait(begin_s)
             self._is_resident = True
             found = computed
         if scheduled > 1 or found or not samples or self._last_token_s is None:
             text = f"computes tokens {computed} to {computed + scheduled - 1}"
             if found:
                 text += f", {found} found in the cache"
-            segment = Segment(step.launched_s, step.done_s, CHUNK, text, found)
+            segment = Segment(begin_s, step.done_s, CHUNK, text, found)
             self.lane.segments.append(segment)
         else:
-            self._decode(step, step.done_s - self._last_token_s)
+            self._decode(step, begin_s, step.done_s - self._last_token_s)
         if samples:
             self._last_token_s = step.done_s
 
-    def _decode(self, step: StepRecord, gap_s: float) -> None:
+    def _decode(self, step: StepRecord, begin_s: float, gap_s: float) -> None:
         kind = DECODE if gap_s <= ITL_LIMITS_S[0] else SLOW
         if gap_s > ITL_LIMITS_S[1]:
             kind = SLOWER
         segments = self.lane.segments
         last = segments[-1]
-        if last.kind == kind and step.launched_s - last.end_s < 1e-9:
+        if last.kind == kind and begin_s - last.end_s < 1e-9:
             last.end_s = step.done_s
             last.num_steps += 1
             last.text = f"decodes {last.num_steps} tokens"
         else:
-            segments.append(Segment(step.launched_s, step.done_s, kind, "decodes 1 token"))
+            segments.append(Segment(begin_s, step.done_s, kind, "decodes 1 token"))
 
     def _close_wait(self, end_s: float) -> None:
         if end_s > self._waits.start_s:
