@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from nv_core.errors import ConfigError
 
@@ -158,8 +157,3 @@ def workload_of(name: str, requests: Iterable[WorkRequest], problems: Seq[str] =
     if start:
         kept = [replace(request, arrival_s=request.arrival_s - start) for request in kept]
     return Workload(name, tuple(kept), tuple(problems))
-
-
-def name_of(path: Path) -> str:
-    """Name of a workload that was read from a file."""
-    return path.name
