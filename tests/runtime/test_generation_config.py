@@ -46,6 +46,16 @@ def test_a_wrong_value_names_the_file() -> None:
         default_sampling_params({"top_p": 7})
 
 
+def test_overrides_stand_in_place_of_the_files_values() -> None:
+    params = default_sampling_params(QWEN3, {"temperature": 0.1, "top_k": None})
+    assert params == SamplingParams(temperature=0.1, top_p=0.95)
+    assert default_sampling_params({}, {"max_new_tokens": 7}).max_tokens == 7
+    with pytest.raises(ConfigError, match=r"'max_tokens'; it may have temperature, .*max_new_toke"):
+        default_sampling_params({}, {"max_tokens": 7})
+    with pytest.raises(ConfigError, match=r"override_generation_config, .*: min_p must be"):
+        default_sampling_params({}, {"min_p": 7})
+
+
 @pytest.mark.parametrize(
     ("value", "expected"),
     [(None, ()), (2, (2,)), (0, (0,)), ([5, 6, 5], (5, 6)), ([], ())],

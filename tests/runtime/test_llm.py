@@ -94,6 +94,30 @@ def test_default_parameters_come_from_the_generation_config(checkpoint: Path) ->
     assert plain == SamplingParams()
 
 
+def test_a_generation_config_of_ones_own(checkpoint: Path, tmp_path: Path) -> None:
+    def defaults(**options: Any) -> SamplingParams:  # noqa: ANN401 - LLM's own options
+        with make_llm(checkpoint, **options) as llm:
+            return llm.get_default_sampling_params()
+
+    (tmp_path / "generation_config.json").write_text('{"top_p": 0.5, "eos_token_id": [7, 9]}')
+    assert defaults(generation_config=tmp_path) == SamplingParams(top_p=0.5)
+    overrides = {"temperature": 0.75, "max_new_tokens": 5}
+    expected = SamplingParams(temperature=0.75, max_tokens=5)
+    assert defaults(override_generation_config=overrides) == expected
+    assert defaults(generation_config="vllm", override_generation_config=overrides) == expected
+    own = defaults(generation_config=str(tmp_path), override_generation_config=overrides)
+    assert own == expected.clone(top_p=0.5)
+    with make_llm(checkpoint, generation_config=tmp_path) as llm:
+        ends = llm.llm_engine.scheduler.config.eos_token_ids
+        # Those of the checkpoint stay: an answer that has ended for its model has ended.
+        assert set(ends) >= {2, 7, 9}
+    for wrong in ("vlm", tmp_path / "nowhere", 7):
+        with pytest.raises(ConfigError, match="generation_config must be one of auto, vllm, or"):
+            defaults(generation_config=wrong)
+    with pytest.raises(ConfigError, match="override_generation_config must be a dict"):
+        defaults(override_generation_config="temperature=1")
+
+
 def test_chat_equals_the_rendered_prompt(llm: LLM) -> None:
     conversation = [{"role": "user", "content": "what is the capital of France?"}]
     rendered = llm.render_chat(conversation)

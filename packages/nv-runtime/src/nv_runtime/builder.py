@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -24,8 +25,9 @@ from nv_models import (
     load_model,
     open_checkpoint,
 )
+from nv_models.config import read_json_object
 from nv_runtime.engine import Engine
-from nv_runtime.engine_config import EngineConfig
+from nv_runtime.engine_config import GENERATION_CONFIGS, EngineConfig
 from nv_runtime.engine_stats import EngineStats
 from nv_runtime.executor import Executor
 from nv_runtime.generation_config import default_sampling_params, eos_token_ids
@@ -258,7 +260,7 @@ def _build_engine(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=max_model_len,
-            eos_token_ids=_all_eos_token_ids(checkpoint, tokenizer),
+            eos_token_ids=_all_eos_token_ids(config, checkpoint, tokenizer),
             vocab_size=model_config.vocab_size,
             enable_prefix_caching=_may_cache_prefixes(config, part.model),
             policy=config.scheduling_policy,
@@ -447,11 +449,15 @@ def _load(
     return model
 
 
-def _all_eos_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+def _all_eos_token_ids(
+    config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokenizer | None
+) -> tuple[int, ...]:
     """Joins what config, generation config and tokenizer each call the end of a sequence."""
+    own = _own_generation_config(config)
     ids = [
         *checkpoint.config.eos_token_ids,
         *eos_token_ids(checkpoint.generation_config, source="generation_config.json"),
+        *eos_token_ids(own, source=f"{config.generation_config}/generation_config.json"),
         *(tokenizer.eos_token_ids if tokenizer is not None else ()),
     ]
     vocab_size = checkpoint.config.vocab_size
@@ -486,8 +492,16 @@ def _may_cache_prefixes(config: EngineConfig, model: CausalLM) -> bool:
     return config.enable_prefix_caching
 
 
+def _own_generation_config(config: EngineConfig) -> dict[str, Any]:
+    """Reads the file in the folder that `generation_config` names; empty if it names none."""
+    if config.generation_config in GENERATION_CONFIGS:
+        return {}
+    return read_json_object(Path(config.generation_config) / "generation_config.json")
+
+
 def _default_sampling_params(config: EngineConfig, checkpoint: Checkpoint) -> SamplingParams:
-    generation_config: dict[str, Any] = {}
     if config.generation_config == "auto":
-        generation_config = dict(checkpoint.generation_config)
-    return default_sampling_params(generation_config)
+        values: Mapping[str, Any] = checkpoint.generation_config
+    else:
+        values = _own_generation_config(config)
+    return default_sampling_params(values, config.override_generation_config)

@@ -6,9 +6,11 @@ for each that makes sense there.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from os import PathLike
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -87,7 +89,10 @@ class EngineConfig:
         skip_tokenizer_init: Loads no tokenizer; prompts are token ids then, and outputs have no
             text.
         generation_config: "auto" takes the default sampling parameters from the model's
-            generation_config.json; "vllm" ignores that file's sampling parameters.
+            generation_config.json; "vllm" ignores that file's sampling parameters; a folder takes
+            them, and further end-of-sequence tokens, from the generation_config.json in there.
+        override_generation_config: Values that stand in place of that file's, by its names, such
+            as `{"temperature": 0.5, "max_new_tokens": 64}`.
         max_logprobs: Most log-probabilities that a request may ask for at each position; -1 lifts
             the limit, and lets requests ask for all tokens with -1.
         seed: Seed of dummy weights, and of the draws of requests that bring no seed.
@@ -129,6 +134,7 @@ class EngineConfig:
     load_format: LoadFormat = "auto"
     skip_tokenizer_init: bool = False
     generation_config: str = "auto"
+    override_generation_config: Mapping[str, Any] | None = field(default=None, hash=False)
     max_logprobs: int = 20
     seed: int = 0
     step_log: str | None = None
@@ -143,7 +149,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         """Checks every field."""
-        for name in ("model", "step_log"):
+        for name in ("model", "step_log", "generation_config"):
             if isinstance(getattr(self, name), PathLike):
                 object.__setattr__(self, name, str(getattr(self, name)))
         for name in ("max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
@@ -201,7 +207,7 @@ class EngineConfig:
         except ConfigError as error:
             raise ConfigError(f"scheduling_policy: {error}") from error
         self._check_choice("load_format", LOAD_FORMATS)
-        self._check_choice("generation_config", GENERATION_CONFIGS)
+        self._check_generation_config()
         if not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed must be an integer in [0, 2**63), got {self.seed!r}")
 
@@ -273,6 +279,22 @@ class EngineConfig:
         value = getattr(self, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}")
+
+    def _check_generation_config(self) -> None:
+        value = self.generation_config
+        if value not in GENERATION_CONFIGS and not (
+            isinstance(value, str) and (Path(value) / "generation_config.json").is_file()
+        ):
+            raise ConfigError(
+                f"generation_config must be one of {', '.join(GENERATION_CONFIGS)}, or a folder "
+                f"with a generation_config.json, got {value!r}"
+            )
+        overrides = self.override_generation_config
+        if overrides is None:
+            return
+        if not isinstance(overrides, Mapping):
+            raise ConfigError(f"override_generation_config must be a dict, got {overrides!r}")
+        object.__setattr__(self, "override_generation_config", dict(overrides))
 
     def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
         value = getattr(self, name)

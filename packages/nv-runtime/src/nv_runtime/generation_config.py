@@ -16,38 +16,55 @@ from nv_core.errors import ConfigError, RequestError
 
 __all__ = ["default_sampling_params", "eos_token_ids"]
 
+_FIELD_OF = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
 
-def default_sampling_params(generation_config: Mapping[str, Any]) -> SamplingParams:
+
+def default_sampling_params(
+    generation_config: Mapping[str, Any], overrides: Mapping[str, Any] | None = None
+) -> SamplingParams:
     """Makes the sampling parameters for requests that bring none.
 
     Args:
         generation_config: Content of generation_config.json; empty if the file is absent. Read
             are temperature, top_p, top_k, min_p, repetition_penalty and max_new_tokens (as
             `max_tokens`); a value of null counts as absent.
+        overrides: Values of the same names that stand in place of the file's.
 
     Raises:
-        ConfigError: A value in the file is out of range.
+        ConfigError: A value is out of range, or an override has another name.
     """
-    fields = {
-        "temperature": "temperature",
-        "top_p": "top_p",
-        "top_k": "top_k",
-        "min_p": "min_p",
-        "repetition_penalty": "repetition_penalty",
-        "max_new_tokens": "max_tokens",
-    }
-    values = {
-        ours: generation_config[theirs]
-        for theirs, ours in fields.items()
-        if generation_config.get(theirs) is not None
-    }
+    unknown = sorted((overrides or {}).keys() - _FIELD_OF.keys())
+    if unknown:
+        raise ConfigError(
+            f"override_generation_config has {', '.join(map(repr, unknown))}; it may have "
+            f"{', '.join(_FIELD_OF)}"
+        )
+    from_file = {name: generation_config.get(name) for name in _FIELD_OF}
+    own = _values_of({**from_file, **(overrides or {})})
     try:
-        return SamplingParams(**values)
+        return SamplingParams(**own)
     except RequestError as error:
+        if overrides:
+            raise ConfigError(
+                f"override_generation_config, or the generation_config.json under it: {error}"
+            ) from error
         raise ConfigError(
             f"generation_config.json: {error}; correct the file, or pass generation_config='vllm' "
             "to leave its sampling out."
         ) from error
+
+
+def _values_of(generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        _FIELD_OF[name]: value for name, value in generation_config.items() if value is not None
+    }
 
 
 def eos_token_ids(config: Mapping[str, Any], *, source: str) -> tuple[int, ...]:

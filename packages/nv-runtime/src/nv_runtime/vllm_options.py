@@ -61,7 +61,6 @@ _UNBUILT = {
     "max_num_partial_prefills": _Unbuilt((1,), "write a scheduling_policy"),
     "mm_processor_kwargs": _Unbuilt(({},), "only text models are served"),
     "model_impl": _Unbuilt(("auto", "vllm"), "see the README for the models that are served"),
-    "override_generation_config": _Unbuilt(({},), "pass SamplingParams with every request"),
     "pipeline_parallel_size": _Unbuilt((1,), "use tensor_parallel_size"),
     "pooler_config": _Unbuilt((), "only text generation is served"),
     "profiler_config": _Unbuilt((), "use torch.profiler around the calls"),

@@ -159,7 +159,12 @@ ENGINE_FLAGS = (
     Flag("attention_backend", "auto, torch, triton or flash_attn."),
     Flag("scheduling_policy", "What a step runs first: mixed or prefill_first."),
     Flag("load_format", "auto, safetensors, gguf, or dummy for random weights."),
-    Flag("generation_config", "auto, or vllm to ignore the model's sampling defaults."),
+    Flag("generation_config", "auto, vllm to ignore the model's sampling defaults, or a folder."),
+    Flag(
+        "override_generation_config",
+        'Other sampling defaults, as in {"temperature": 0.5}.',
+        parse=parse_json_object,
+    ),
     Flag("seed", "Seed of all random draws.", int),
     Flag("disable_log_stats", "Count nothing, and log no load.", is_switch=True),
     Flag("log_stats_interval_s", "Seconds between lines about the load in the log.", float),
