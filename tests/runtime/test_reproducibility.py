@@ -31,7 +31,10 @@ WAYS: list[dict[str, Any]] = [
         "prompt_logprobs": 1,
     },
 ]
-SEEDED = [SamplingParams(seed=42, max_tokens=16, ignore_eos=True, **way) for way in WAYS]
+SEEDED = [
+    SamplingParams(seed=seed, max_tokens=16, ignore_eos=True, **way)
+    for seed, way in enumerate(WAYS, start=42)
+]
 COMPANY: list[tuple[str, SamplingParams]] = [
     ("she sells sea shells on the sea shore", SamplingParams(max_tokens=30, ignore_eos=True)),
     ("x", SamplingParams(temperature=0, max_tokens=25, ignore_eos=True)),
