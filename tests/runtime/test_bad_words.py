@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
+import tiny_checkpoints
 from nv_core import RequestError, SamplingParams
+from nv_runtime import LLM
 from nv_runtime.bad_words import with_tokenized_bad_words
 from nv_runtime.tokenizer import Tokenizer, load_tokenizer_from_directory
+from tiny_engines import options, tokens_of
 from tiny_tokenizers import KINDS, save_tokenizer
 
 
@@ -53,3 +56,24 @@ def test_texts_need_a_tokenizer() -> None:
     assert runs_of(None, [1, 2]) == [(1, 2)]
     with pytest.raises(RequestError, match=r"bad_words=\['fox'\] holds text.*token ids"):
         runs_of(None, "fox")
+
+
+def test_a_bad_word_is_not_said(tmp_path: Path) -> None:
+    path = tiny_checkpoints.write_checkpoint(tmp_path, tokenizer=True)
+    greedy = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    num_banned = 0
+    with LLM(str(path), **options(async_scheduling=True)) as llm:
+        tokenizer = llm.get_tokenizer()
+        for prompt in ("the quick", "shore", "1 2 3", "Paris"):
+            free = tokens_of(llm.generate(prompt, greedy, use_tqdm=False)[0])
+            # A word that the model says, and that the tokenizer spells with the same token.
+            for token_id in free:
+                word = tokenizer.decode([token_id])
+                if word.strip() and tokenizer.encode(word) == [token_id]:
+                    params = greedy.clone(bad_words=[word])
+                    banned = tokens_of(llm.generate(prompt, params, use_tqdm=False)[0])
+                    assert token_id not in banned
+                    assert banned[: free.index(token_id)] == free[: free.index(token_id)]
+                    num_banned += 1
+                    break
+    assert num_banned >= 2
