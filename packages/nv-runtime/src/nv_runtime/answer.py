@@ -7,12 +7,16 @@ what is new is asked for.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from nv_core import FinishReason, Sequence
 from nv_kernels import TokenLogprobs
 from nv_runtime.logprobs import LogprobReader
 from nv_runtime.outputs import CompletionOutput, Logprob
 from nv_runtime.stop_strings import StopMatch, StopStrings
-from nv_runtime.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from nv_runtime.tokenizer import Tokenizer
 
 
 class Answer:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nv_core import SamplingParams
 from nv_runtime.builder import EngineParts, build_engine
@@ -24,9 +24,17 @@ from nv_runtime.engine_stats import require_stats
 from nv_runtime.engine_thread import EngineThread
 from nv_runtime.metrics import Metric
 from nv_runtime.outputs import RequestOutput
-from nv_runtime.prompt import Prompt, is_text, split_sampling_params, tokenize_prompt
-from nv_runtime.tokenizer import Tokenizer, require_tokenizer
+from nv_runtime.prompt import (
+    Prompt,
+    is_text,
+    require_tokenizer,
+    split_sampling_params,
+    tokenize_prompt,
+)
 from nv_runtime.vllm_options import engine_config_of, refuse_unsupported
+
+if TYPE_CHECKING:
+    from nv_runtime.tokenizer import Tokenizer
 
 
 class AsyncLLM:

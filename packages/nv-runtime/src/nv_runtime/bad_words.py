@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from nv_core import RequestError, SamplingParams
-from nv_runtime.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from nv_runtime.tokenizer import Tokenizer
 
 
 def with_tokenized_bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from tqdm import tqdm
@@ -49,7 +49,9 @@ from nv_runtime.ranks.agreement import (
 from nv_runtime.sampler import derive_seed
 from nv_runtime.step_log import EngineStepLog, make_header
 from nv_runtime.step_memory import estimate_step_memory
-from nv_runtime.tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from nv_runtime.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -239,7 +241,12 @@ def _build_engine(
     phases: Phases,
 ) -> EngineParts:
     model_config = checkpoint.config
-    tokenizer = None if config.skip_tokenizer_init else load_tokenizer(checkpoint)
+    tokenizer = None
+    if not config.skip_tokenizer_init:
+        # Imported here: an engine without text needs none of it.
+        from nv_runtime.tokenizer import load_tokenizer
+
+        tokenizer = load_tokenizer(checkpoint)
     phases.end("configuration and tokenizer")
     tensor_parallel, agreement = ranks.join()
     if agreement is not None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nv_core import RequestError
 from nv_runtime.prompt import TokensPrompt
-from nv_runtime.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from nv_runtime.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 """One turn of a conversation: `{"role": ..., "content": ...}`."""

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
+from typing import TYPE_CHECKING
 
 from nv_core import (
     FinishReason,
@@ -33,7 +34,9 @@ from nv_runtime.prompt import TokenizedPrompt
 from nv_runtime.request import Request, now, params_of_further_answers
 from nv_runtime.request_checks import check_sampling_params
 from nv_runtime.step_log import EngineStepLog
-from nv_runtime.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from nv_runtime.tokenizer import Tokenizer
 
 
 class Engine:

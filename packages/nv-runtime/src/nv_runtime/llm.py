@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
@@ -19,6 +19,7 @@ from nv_runtime.outputs import RequestOutput
 from nv_runtime.prompt import (
     Prompt,
     TokensPrompt,
+    require_tokenizer,
     split_priorities,
     split_prompts,
     split_sampling_params,
@@ -26,8 +27,10 @@ from nv_runtime.prompt import (
 )
 from nv_runtime.request import Request, now
 from nv_runtime.stream import OutputStream
-from nv_runtime.tokenizer import Tokenizer, require_tokenizer
 from nv_runtime.vllm_options import engine_config_of, refuse_unsupported
+
+if TYPE_CHECKING:
+    from nv_runtime.tokenizer import Tokenizer
 
 
 class LLM:

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
-from typing import Any, TypedDict, cast
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 from typing_extensions import NotRequired
 
 from nv_core import RequestError, SamplingParams
-from nv_runtime.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from nv_runtime.tokenizer import Tokenizer
 
 
 class TextPrompt(TypedDict):
@@ -174,3 +176,14 @@ def _as_token_ids(value: object) -> list[int]:
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
         raise RequestError(f"prompt_token_ids must be a list of token ids, got {value!r:.80}")
     return list(value)
+
+
+def require_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
+    """Returns the tokenizer.
+
+    Raises:
+        RequestError: There is none.
+    """
+    if tokenizer is None:
+        raise RequestError("the engine has no tokenizer (skip_tokenizer_init=True); pass token ids")
+    return tokenizer

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
 
 from nv_core import RequestOutputKind, SamplingParams, Sequence
 from nv_runtime.answer import Answer
 from nv_runtime.logprobs import LogprobReader
 from nv_runtime.outputs import Logprob, RequestMetrics, RequestOutput
 from nv_runtime.prompt_logprobs import PromptLogprobs
-from nv_runtime.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from nv_runtime.tokenizer import Tokenizer
 
 
 class Request:

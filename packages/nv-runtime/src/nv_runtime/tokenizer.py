@@ -29,7 +29,7 @@ from nv_runtime.gguf_tokenizer import build_gguf_tokenizer
 if TYPE_CHECKING:
     from nv_models import Checkpoint
 
-__all__ = ["Tokenizer", "load_tokenizer", "load_tokenizer_from_directory", "require_tokenizer"]
+__all__ = ["Tokenizer", "load_tokenizer", "load_tokenizer_from_directory"]
 
 _SPECIAL_NAMES = (
     "bos_token",
@@ -233,17 +233,6 @@ class Tokenizer:
             variables=template_kwargs,
         )
         return self.encode(text, add_special_tokens=False) if tokenize else text
-
-
-def require_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
-    """Returns the tokenizer.
-
-    Raises:
-        RequestError: There is none.
-    """
-    if tokenizer is None:
-        raise RequestError("the engine has no tokenizer (skip_tokenizer_init=True); pass token ids")
-    return tokenizer
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:

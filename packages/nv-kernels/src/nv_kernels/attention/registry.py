@@ -97,7 +97,7 @@ def select_attention_backend(
         KernelInputError: The name is unknown, the named backend cannot run here (the message says
             why), or no backend can.
     """
-    reasons = available_attention_backends(
+    shape = AttentionShape(
         device=device,
         dtype=dtype,
         head_dim=head_dim,
@@ -105,19 +105,25 @@ def select_attention_backend(
         num_kv_heads=num_kv_heads,
         block_size=block_size,
     )
-    usable = [known for known, reason in reasons.items() if reason is None]
+
+    def can_run(known: str) -> bool:
+        return _ENTRIES[known].unavailable_reason(shape) is None
+
+    # Backends are asked one by one: the question alone may import a library, which takes time.
     if name == "auto":
         order = _PREFERENCE_CUDA if device.type == "cuda" else _PREFERENCE_ELSEWHERE
-        name = next((known for known in order if known in usable), order[-1])
+        name = next(filter(can_run, order), order[-1])
     if name not in _ENTRIES:
         near = get_close_matches(name, _ENTRIES, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise KernelInputError(
             f"attention backend is {name!r}, but must be 'auto' or one of {list(_ENTRIES)}.{hint}"
         )
-    if reasons[name] is not None:
+    reason = _ENTRIES[name].unavailable_reason(shape)
+    if reason is not None:
+        usable = ", ".join(filter(can_run, _ENTRIES))
         raise KernelInputError(
-            f"attention backend {name!r} cannot run here: {reasons[name]}. "
-            f"Backends that can: {', '.join(usable) or 'none'}."
+            f"attention backend {name!r} cannot run here: {reason}. "
+            f"Backends that can: {usable or 'none'}."
         )
     return _ENTRIES[name].make()
