@@ -7,6 +7,7 @@ in memory. Only formats that cannot run code are read: safetensors and GGUF, nev
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,6 +23,15 @@ if TYPE_CHECKING:
     from nv_models.gguf_metadata import GGUFTokenizerData
 
 CheckpointFormat = Literal["safetensors", "gguf"]
+
+
+Copy = Callable[["Tensor", "Tensor"], object]
+"""Copies to the first tensor from the second, which is on the CPU."""
+
+
+def plain_copy(destination: Tensor, values: Tensor) -> None:
+    """Copies and waits."""
+    destination.copy_(values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +57,16 @@ class CheckpointTensor(ABC):
     info: TensorInfo
 
     @abstractmethod
-    def copy_to(self, destination: Tensor, part: Sequence[tuple[int, int]]) -> None:
+    def copy_to(
+        self, destination: Tensor, part: Sequence[tuple[int, int]], *, copy: Copy = plain_copy
+    ) -> None:
         """Reads a part of the tensor.
 
         Args:
             destination: Receives the part; any float dtype, any device, any strides.
             part: (start, stop) for each dimension, of the shape of `destination`. Nothing beside
                 the part is read, or no more than the format's blocks force.
+            copy: Copies values on the CPU to a destination of the same shape.
         """
 
 

@@ -13,7 +13,14 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType, GGUFReader, dequantize
 
-from nv_models.checkpoint import Checkpoint, CheckpointFormat, CheckpointTensor, TensorInfo
+from nv_models.checkpoint import (
+    Checkpoint,
+    CheckpointFormat,
+    CheckpointTensor,
+    Copy,
+    TensorInfo,
+    plain_copy,
+)
 from nv_models.errors import UnsupportedModelError, WeightError
 from nv_models.gguf_metadata import (
     GGUFTokenizerData,
@@ -162,7 +169,9 @@ class _StoredTensor(CheckpointTensor):
         self._stored = stored
         self._interleaved_heads = interleaved_heads
 
-    def copy_to(self, destination: Tensor, part: Sequence[tuple[int, int]]) -> None:
+    def copy_to(
+        self, destination: Tensor, part: Sequence[tuple[int, int]], *, copy: Copy = plain_copy
+    ) -> None:
         """Reads whole rows, some at a time, and keeps the part; see `CheckpointTensor.copy_to`."""
         (start, stop), *columns = part
         rows = np.arange(start, stop)
@@ -170,7 +179,7 @@ class _StoredTensor(CheckpointTensor):
             rows = _interleaved_rows(rows, self.info.shape[0] // self._interleaved_heads)
         if not columns:  # blocks of a vector lie along its rows: it is read whole
             values = _dequantize(self._stored, self._stored.data)
-            destination.copy_(torch.from_numpy(values[rows]))
+            copy(destination, torch.from_numpy(values[rows]))
             return
         ((first, last),) = columns
         num_rows = max(1, _CHUNK_ELEMENTS // self.info.shape[1])
@@ -178,7 +187,7 @@ class _StoredTensor(CheckpointTensor):
             # An array of rows copies them, so that torch never sees the read-only file itself.
             chunk = rows[begin : begin + num_rows]
             values = _dequantize(self._stored, self._stored.data[chunk])[:, first:last]
-            destination[begin : begin + len(chunk)].copy_(torch.from_numpy(values))
+            copy(destination[begin : begin + len(chunk)], torch.from_numpy(values))
 
 
 def _interleaved_rows(rows: npt.NDArray[np.int64], head_dim: int) -> npt.NDArray[np.int64]:

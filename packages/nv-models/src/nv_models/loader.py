@@ -14,17 +14,19 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from nv_core.errors import ConfigError
+from nv_models.checkpoint import plain_copy
 from nv_models.config import DTYPES
 from nv_models.decoder import CausalLM
 from nv_models.dummy_weights import fill_dummy_weights
 from nv_models.errors import WeightError
 from nv_models.parallel import SINGLE_RANK, TensorParallel
+from nv_models.staging import StagedCopies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from nv_kernels import AttentionBackend
-    from nv_models.checkpoint import Checkpoint, CheckpointTensor, TensorInfo
+    from nv_models.checkpoint import Checkpoint, CheckpointTensor, Copy, TensorInfo
     from nv_models.weight_target import TensorTarget
 
 logger = logging.getLogger(__name__)
@@ -115,12 +117,14 @@ def _fill_from_checkpoint(
     plan = _match(targets, infos, where=str(checkpoint.path))
     done, total = 0, sum(infos[name].num_bytes for name in plan)
     filled: set[str] = set()
+    on_cuda = any(parameter.device.type == "cuda" for parameter in model.parameters())
+    copy = StagedCopies().copy if on_cuda else plain_copy
     for tensor in checkpoint.tensors(plan):
         target = plan[tensor.info.name]
         if target.name in filled:
             _check_equal(tensor, target)
         else:
-            _fill(tensor, target)
+            _fill(tensor, target, copy)
             filled.add(target.name)
         done += tensor.info.num_bytes
         if on_progress is not None:
@@ -130,10 +134,10 @@ def _fill_from_checkpoint(
         raise WeightError(f"{checkpoint.path} listed but did not hand out: {_names(unread)}")
 
 
-def _fill(tensor: CheckpointTensor, target: TensorTarget) -> None:
+def _fill(tensor: CheckpointTensor, target: TensorTarget, copy: Copy) -> None:
     destination = target.filled_region
     if destination.shape[0] > 0:  # a rank may have nothing but padding
-        tensor.copy_to(destination, target.source)
+        tensor.copy_to(destination, target.source, copy=copy)
     target.region[destination.shape[0] :].zero_()
 
 

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from nv_models.checkpoint import Checkpoint, CheckpointFormat, CheckpointTensor, TensorInfo
+from nv_models.checkpoint import (
+    Checkpoint,
+    CheckpointFormat,
+    CheckpointTensor,
+    Copy,
+    TensorInfo,
+    plain_copy,
+)
 from nv_models.config import ModelConfig, read_json_object
 from nv_models.errors import WeightError
 
@@ -143,14 +150,16 @@ class _StoredTensor(CheckpointTensor):
         self.info = info
         self._file = file
 
-    def copy_to(self, destination: Tensor, part: Sequence[tuple[int, int]]) -> None:
+    def copy_to(
+        self, destination: Tensor, part: Sequence[tuple[int, int]], *, copy: Copy = plain_copy
+    ) -> None:
         """Reads a part of the tensor; see `CheckpointTensor.copy_to`."""
         if all(bounds == (0, size) for bounds, size in zip(part, self.info.shape, strict=True)):
             values = self._file.get_tensor(self.info.name)
         else:
             slices = tuple(slice(start, stop) for start, stop in part)
             values = self._file.get_slice(self.info.name)[slices]
-        destination.copy_(values)
+        copy(destination, values)
 
 
 def _check_dtype(info: TensorInfo) -> None:
