@@ -103,8 +103,16 @@ class Answer:
         self._decode()
         return self._stop_match is not None
 
+    def decode_ahead(self) -> None:
+        """Decodes what has come, so that `take` finds little left to do.
+
+        Answers with stop texts are decoded token by token anyway.
+        """
+        if not self._stops.texts:
+            self._decode()
+
     def take(self, *, delta: bool) -> CompletionOutput:
-        """Returns the answer so far; text is decoded only now, so that nobody waits for it.
+        """Returns the answer so far; what of its text is not decoded yet is decoded now.
 
         Args:
             delta: Whether to return only what has come since the last call. Either all calls for

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,9 @@ from nv_runtime.vllm_options import engine_config_of, refuse_unsupported
 
 if TYPE_CHECKING:
     from nv_runtime.tokenizer import Tokenizer
+
+_DECODE_TURNS = 32
+"""Each open request's text is brought up to date in one of so many steps."""
 
 
 class LLM:
@@ -91,14 +95,22 @@ class LLM:
         requests = self._add_requests(prompts, sampling_params, priority)
         engine = self._open_parts().engine
         progress = _Progress(requests, use_tqdm)
+        outputs: dict[str, RequestOutput] = {}
         try:
-            while progress.is_open:
+            for turn in count():
+                if not progress.is_open:
+                    break
                 engine.step()
-                progress.update()
+                # One step ahead, the device is at the next step now: text that is made here costs
+                # no time. The open requests take turns, so that little is left when they end.
+                for request in progress.open_requests[turn % _DECODE_TURNS :: _DECODE_TURNS]:
+                    request.decode_ahead()
+                for request in progress.update():
+                    outputs[request.request_id] = request.take_output()
         finally:
             progress.close()
             self._abort_unfinished(requests)
-        return [request.take_output() for request in requests]
+        return [outputs[request.request_id] for request in requests]
 
     def chat(
         self,
@@ -319,7 +331,7 @@ class _Progress:
     """A bar over finished requests with the rates of the tokens so far."""
 
     def __init__(self, requests: list[Request], use_tqdm: bool | Callable[..., Any]) -> None:  # noqa: FBT001 - vLLM's name and kind
-        self._open = requests
+        self.open_requests = requests
         self._requests = requests
         self._start = now()
         self._bar: Any = None
@@ -329,13 +341,15 @@ class _Progress:
 
     @property
     def is_open(self) -> bool:
-        return bool(self._open)
+        return bool(self.open_requests)
 
-    def update(self) -> None:
-        still_open = [request for request in self._open if not request.is_finished]
-        num_finished = len(self._open) - len(still_open)
-        self._open = still_open
-        if self._bar is not None and num_finished:
+    def update(self) -> list[Request]:
+        """Moves the bar on; returns the requests that have ended since the last call."""
+        finished = [request for request in self.open_requests if request.is_finished]
+        if not finished:
+            return finished
+        self.open_requests = [r for r in self.open_requests if not r.is_finished]
+        if self._bar is not None:
             seconds = max(now() - self._start, 1e-9)
             num_input = sum(
                 r.num_prompt_tokens for r in self._requests if r.metrics.first_token_time
@@ -346,7 +360,8 @@ class _Progress:
                 f"output: {num_output / seconds:.2f} toks/s",
                 refresh=False,
             )
-            self._bar.update(num_finished)
+            self._bar.update(len(finished))
+        return finished
 
     def close(self) -> None:
         if self._bar is not None:

@@ -122,6 +122,11 @@ class Request:
         if self.is_finished or self._output_kind is not RequestOutputKind.FINAL_ONLY:
             self.has_news = True
 
+    def decode_ahead(self) -> None:
+        """Decodes what has come, so that `take_output` finds little left to do."""
+        for answer in self.answers:
+            answer.decode_ahead()
+
     def take_output(self) -> RequestOutput:
         """Returns the answers so far, or what is new of them, as `output_kind` says."""
         self.has_news = False
