@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import pytest
 import torch
 
-from nv_models import TensorParallel
+from nv_core import SamplingParams, Scheduler, SchedulerConfig
 from nv_runtime.cuda_graphs import (
-    CaptureAttempts,
+    MixedGraphs,
     MixedShape,
     batch_buckets,
     context_bound,
@@ -18,6 +18,12 @@ from nv_runtime.cuda_graphs import (
     token_buckets,
 )
 from nv_runtime.input_builder import StepLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from nv_runtime.cuda_graphs import CaptureAttempts
+    from nv_runtime.mixed_step import MixedStep
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 7, 12, 100, 200, 255, 256, 257, 300, 1000])
@@ -109,3 +115,37 @@ def test_a_rank_that_fails_among_collectives_must_not_go_on() -> None:
         attempts_beside(0).capture(warm_up=out_of_memory, record=lambda: "graph")
     alone = CaptureAttempts(TensorParallel(), torch.device("cpu"))
     assert alone.capture(warm_up=out_of_memory, record=lambda: "graph") is None
+
+
+def test_a_new_size_runs_in_a_larger_graph_until_it_is_worth_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    graphs = MixedGraphs(
+        cast("MixedStep", None),
+        max_tokens=512,
+        max_num_seqs=4,
+        max_model_len=512,
+        block_size=16,
+        attempts=cast("CaptureAttempts", None),
+    )
+
+    def shape_for(num_tokens: int) -> MixedShape | None:
+        scheduler = Scheduler(SchedulerConfig(num_blocks=40, block_size=16))
+        scheduler.add(range(num_tokens), SamplingParams())
+        plan = scheduler.schedule()
+        assert plan is not None
+        return graphs.shape_for(plan)
+
+    assert shape_for(500) is None
+    large = shape_for(500)
+    assert large is not None
+    graphs._graphs[large] = cast("tuple[torch.cuda.CUDAGraph, Tensor]", ())
+    # At most half of the graph would be padding: it is worth more than an early capture.
+    assert [shape_for(300) for _ in range(7)] == [large] * 7
+    own = shape_for(300)
+    assert own is not None
+    assert own.layout.num_tokens == 384
+    # Nearly all of it would be: the size gets its own graph as soon as it occurs again.
+    assert shape_for(20) == large
+    assert shape_for(20) not in (None, large)

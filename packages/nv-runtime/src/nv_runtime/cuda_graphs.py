@@ -6,13 +6,15 @@ milliseconds, so a start captures nothing, and an engine that never sees a large
 for one. Graphs of a kind share one memory pool: only one runs at a time.
 
 `DecodeGraphs` captures a size when it first occurs, since decode steps repeat. `MixedGraphs` waits
-until a size occurs again, so that a single prompt does not pay for a graph that nobody replays.
+until a size occurs again, so that a single prompt does not pay for a graph that nobody replays; if
+a larger one is there, steps are padded into it meanwhile.
 """
 
 from __future__ import annotations
 
 import logging
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
@@ -34,8 +36,13 @@ logger = logging.getLogger(__name__)
 _Output = TypeVar("_Output")
 _Captured = TypeVar("_Captured")
 
-_SMALLEST_CONTEXT_BOUND = 1024
-"""Contexts up to this length share a graph; longer ones go in steps of four times."""
+_SMALLEST_CONTEXT_BOUND = 4096
+"""Contexts up to this length share a graph, as they share attention's kernels; longer ones go in
+steps of four times."""
+_OCCURRENCES_TO_CAPTURE = 2
+_OCCURRENCES_TO_CAPTURE_HELD = 8
+"""The same where a captured graph of at most twice the tokens can be replayed meanwhile: capturing
+takes ten times as long as its padding."""
 _LONG_QUERY = 2048
 """Attention treats steps with longer queries differently (`nv_kernels.triton.attention`)."""
 _SMALL_TOKEN_BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512)
@@ -216,7 +223,7 @@ class MixedGraphs:
         self._block_size = block_size
         self._token_buckets = token_buckets(max_tokens)
         self._seq_buckets = seq_buckets(max_num_seqs)
-        self._seen: set[MixedShape] = set()
+        self._num_occurrences: Counter[MixedShape] = Counter()
         self._graphs: dict[MixedShape, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._inputs: dict[MixedShape, Tensor] = {}
         self._attempts = attempts
@@ -226,7 +233,7 @@ class MixedGraphs:
         """The shape whose graph runs a plan; None if it should run eagerly.
 
         That is so for long steps, which keep the device busy anyway, and for a shape that occurs
-        for the first time and fits in none that is captured.
+        for the first time and fits in none that is captured. The shape may be a larger one.
         """
         num_tokens = plan.num_scheduled_tokens
         if num_tokens > self._token_buckets[-1]:
@@ -244,16 +251,19 @@ class MixedGraphs:
         if longest_query <= _LONG_QUERY:
             max_query_len = min(max_query_len, _LONG_QUERY)
         shape = MixedShape(layout, max_query_len)
-        if shape not in self._seen:
-            self._seen.add(shape)
-            return self._smallest_captured(shape)
-        return shape
+        if shape in self._graphs:
+            return shape
+        self._num_occurrences[shape] += 1
+        holder = self._smallest_captured(shape)
+        is_tight = holder is not None and holder.layout.num_tokens <= 2 * layout.num_tokens
+        enough = _OCCURRENCES_TO_CAPTURE_HELD if is_tight else _OCCURRENCES_TO_CAPTURE
+        return holder if self._num_occurrences[shape] < enough else shape
 
     def _smallest_captured(self, wanted: MixedShape) -> MixedShape | None:
         """A captured shape that holds another: even much padding costs less than launching."""
         return min(
             (shape for shape in self._graphs if shape.holds(wanted)),
-            key=lambda shape: shape.layout.num_tokens,
+            key=lambda shape: (shape.layout.num_tokens, shape.layout.num_seqs),
             default=None,
         )
 
