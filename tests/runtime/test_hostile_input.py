@@ -92,6 +92,8 @@ TABLE: dict[str, Hostile] = {
     "nothing allowed": Hostile(FINE, {"allowed_token_ids": []}, "at least one token id"),
     "unknown allowed": Hostile(FINE, {"allowed_token_ids": [999]}, "allowed_token_ids holds 999"),
     "empty bad word": Hostile(FINE, {"bad_words": [""]}, "bad_words must"),
+    "unknown bad token": Hostile(FINE, {"bad_words": [[331]]}, "bad_words holds 331"),
+    "too many logprobs": Hostile(FINE, {"logprobs": 21}, "logprobs=21 is more than max_logprobs"),
     "logprobs minus two": Hostile(FINE, {"logprobs": -2}, "logprobs must be"),
     "structured outputs": Hostile(FINE, {"structured_outputs": {"json": "{}"}}, "not supported"),
     "output kind text": Hostile(FINE, {"output_kind": "delta"}, "output_kind must be"),

@@ -165,6 +165,7 @@ ENGINE_FLAGS = (
         'Other sampling defaults, as in {"temperature": 0.5}.',
         parse=parse_json_object,
     ),
+    Flag("max_logprobs", "Most log-probabilities at each position; -1 for no limit.", int),
     Flag("seed", "Seed of all random draws.", int),
     Flag("disable_log_stats", "Count nothing, and log no load.", is_switch=True),
     Flag("log_stats_interval_s", "Seconds between lines about the load in the log.", float),
