@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from nv_core import SamplingParams, Scheduler, SchedulerConfig
+from nv_models import TensorParallel
 from nv_runtime.cuda_graphs import (
+    CaptureAttempts,
     MixedGraphs,
     MixedShape,
     batch_buckets,
@@ -22,7 +24,6 @@ from nv_runtime.input_builder import StepLayout
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from nv_runtime.cuda_graphs import CaptureAttempts
     from nv_runtime.mixed_step import MixedStep
 
 
