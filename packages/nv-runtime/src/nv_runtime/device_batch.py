@@ -112,6 +112,8 @@ class DeviceBatch:
         self._staging = _StagingBuffers(device)
         self._sent_batch: list[int] = []
         self._row_of: dict[int, int] = {}
+        # Sequences whose sampling needs more than a temperature.
+        self._special: set[int] = set()
         self._known: list[_Row] = []
         self._free_rows: list[int] = []
         self.forget()
@@ -124,6 +126,7 @@ class DeviceBatch:
         """
         self._sent_batch = [-1] * self.batch.shape[0]
         self._row_of = {}
+        self._special = set()
         self._known = [_Row() for _ in range(self.padding_row)]
         self._free_rows = list(range(self.padding_row - 1, -1, -1))
 
@@ -134,10 +137,12 @@ class DeviceBatch:
     def needs_of(self, entries: Iterable[ScheduledSequence]) -> SamplingNeeds:
         """All that sampling the next tokens of these sequences needs."""
         needs = PLAIN
-        for entry in entries:
-            row_needs = self._known[self._row_of[entry.seq_id]].needs
-            if row_needs is not _PLAIN_ROW:
-                needs |= row_needs.at(entry.num_computed_tokens + entry.num_scheduled_tokens)
+        # Mostly there are none, and then a step looks at no row.
+        if self._special:
+            for entry in entries:
+                if entry.seq_id in self._special:
+                    row_needs = self._known[self._row_of[entry.seq_id]].needs
+                    needs |= row_needs.at(entry.num_computed_tokens + entry.num_scheduled_tokens)
         return needs
 
     def follow(self, plan: StepPlan) -> list[tuple[int, int]]:
@@ -153,6 +158,7 @@ class DeviceBatch:
             row = self._row_of.pop(seq_id, None)
             if row is not None:
                 self._free_rows.append(row)
+                self._special.discard(seq_id)
         changes: list[tuple[int, int]] = []
         for entry in plan.sequences:
             row = self._row_of.get(entry.seq_id)
@@ -221,6 +227,7 @@ class DeviceBatch:
         needs = needs_of(seq, self._vocab_size)
         if needs.early != PLAIN or needs.late != PLAIN:
             self._known[row].needs = needs
+            self._special.add(entry.seq_id)
         self.tables.fill(row, seq, needs.early | needs.late)
         seed = self._seed_of(entry) % 2**64
         columns = {
