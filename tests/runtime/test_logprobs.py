@@ -14,6 +14,7 @@ import tiny_checkpoints
 from nv_core import RequestError, SamplingParams
 from nv_runtime import LLM, RequestOutput, RequestOutputKind
 from nv_runtime.outputs import Logprob
+from tiny_engines import options
 
 VOCAB = 131
 
@@ -28,17 +29,9 @@ def reference(checkpoint: Path) -> Any:  # noqa: ANN401 - a transformers model
     return tiny_checkpoints.load_reference(checkpoint)
 
 
-def make_llm(checkpoint: Path, **options: Any) -> LLM:  # noqa: ANN401 - LLM's own options
-    defaults: dict[str, Any] = {
-        "device": "cpu",
-        "dtype": "float32",
-        "block_size": 4,
-        "max_model_len": 128,
-        "num_gpu_blocks_override": 300,
-        "skip_tokenizer_init": True,
-        "show_progress": False,
-    }
-    return LLM(str(checkpoint), **{**defaults, **options})
+def make_llm(checkpoint: Path, **changes: Any) -> LLM:  # noqa: ANN401 - LLM's own options
+    defaults = {"num_gpu_blocks_override": 300, "skip_tokenizer_init": True}
+    return LLM(str(checkpoint), **options(**{**defaults, **changes}))
 
 
 def expected_logprobs(reference: Any, token_ids: list[int]) -> Tensor:  # noqa: ANN401
@@ -84,7 +77,7 @@ def assert_logprobs(reference: Any, output: RequestOutput, params: SamplingParam
 
 
 @pytest.mark.parametrize(
-    "options",
+    "changes",
     [
         {},
         {"async_scheduling": True, "max_num_batched_tokens": 7, "max_num_seqs": 3},
@@ -96,7 +89,7 @@ def assert_logprobs(reference: Any, output: RequestOutput, params: SamplingParam
 def test_logprobs_are_those_of_transformers(
     checkpoint: Path,
     reference: Any,  # noqa: ANN401
-    options: dict[str, Any],
+    changes: dict[str, Any],
 ) -> None:
     rng = random.Random(1)
     shared = [rng.randrange(VOCAB) for _ in range(20)]
@@ -112,13 +105,13 @@ def test_logprobs_are_those_of_transformers(
         SamplingParams(logprobs=2, prompt_logprobs=2, min_tokens=3, max_tokens=3),
     ]
     params = [p.clone(ignore_eos=True) for p in params]
-    with make_llm(checkpoint, **options) as llm:
+    with make_llm(checkpoint, **changes) as llm:
         # Twice, so that the second run could hit the prefix cache.
         for _ in range(2):
             outputs = llm.generate(prompts, params, use_tqdm=False)
             for output, asked in zip(outputs, params, strict=True):
                 assert_logprobs(reference, output, asked)
-    if "num_gpu_blocks_override" in options:
+    if "num_gpu_blocks_override" in changes:
         assert any(output.metrics and output.metrics.num_preemptions for output in outputs)
     assert outputs[4].num_cached_tokens == 0
     assert outputs[3].num_cached_tokens
