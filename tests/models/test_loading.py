@@ -350,12 +350,14 @@ def test_every_element_is_overwritten(
         return torch.nn.Parameter(poison, requires_grad=False)
 
     monkeypatch.setattr(Placement, "empty_weight", empty_weight)
-    # An odd vocabulary: with two ranks, the last row of the second is padding.
+    # An odd vocabulary: with two ranks, the last rows of the second are padding.
     path = write_checkpoint(tmp_path, TinySpec(family="llama", attention_bias=True, mlp_bias=True))
     group = cast("torch.distributed.ProcessGroup", object())  # loading needs no communication
     tensor_parallel = TensorParallel() if rank is None else TensorParallel(rank, 2, group)
     model = load_paged_model(path, load_format=load_format, tensor_parallel=tensor_parallel)
     assert all(parameter.isfinite().all() for parameter in model.parameters())
     if rank == 1:
-        assert (model.embedding.weight[-1] == 0).all()
-        assert (model.embedding.weight[-2] != 0).any()
+        num_tokens = model.embedding.num_tokens
+        assert num_tokens < model.embedding.rows_per_rank
+        assert (model.embedding.weight[num_tokens:] == 0).all()
+        assert (model.embedding.weight[num_tokens - 1] != 0).any()
