@@ -301,7 +301,7 @@ def test_capacity_by_hand() -> None:
     capacity = plan_capacity(model, gpu, max_model_len=8192)
     per_token = 3 * 4096 + 3 * 14336
     step = 8192 * per_token * 2 + 256 * 128256 * (2 + 24)
-    graphs = 2**30 + 36 * 256 * per_token * 2
+    graphs = (8192 + 256) * per_token * 2 + 256 * 128256 * 2 + (60 * 8 + 128) * 2**20
     left = int(79 * 2**30 * 0.9) - 2 * model.num_parameters - step - graphs
     assert capacity.num_blocks == left // (131_072 * 16)
     assert capacity.fits

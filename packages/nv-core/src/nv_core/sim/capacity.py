@@ -8,11 +8,14 @@ from nv_core.errors import ConfigError
 from nv_core.sim.hardware import Hardware
 from nv_core.sim.model_shape import ModelShape
 
-WORKSPACE_BYTES = 2**30
-"""Kept free for the driver's context, libraries and the allocator."""
+WORKSPACE_BYTES = 128 * 2**20
+"""What libraries take for themselves."""
 
-GRAPH_SIZES = 36
-"""Batch sizes that are captured as CUDA graphs."""
+NUM_GRAPHS = 60
+"""Sizes of steps that the engine captures as CUDA graphs, with its default limits."""
+
+GRAPH_BYTES = 8 * 2**20
+"""The driver's own memory of a graph."""
 
 
 @dataclass(frozen=True)
@@ -91,11 +94,15 @@ def plan_capacity(
     memory = int(hardware.memory_bytes * memory_share) * ranks
     heads = (3 * model.num_heads + 4 * model.num_kv_heads) * model.head_dim
     per_token = 3 * model.hidden_size + max(heads, 3 * model.intermediate_size)
-    sampled = model.vocab_size * (model.dtype_bytes + 6 * 4)
+    token_bytes = per_token * model.dtype_bytes
+    logits_bytes = model.vocab_size * model.dtype_bytes
     most_tokens = max(max_num_batched_tokens, max_num_seqs)
-    activations = ranks * (most_tokens * per_token * model.dtype_bytes + max_num_seqs * sampled)
-    # A graph keeps the buffers of its launches: about what one layer of a decode step allocates.
-    graphs = ranks * (WORKSPACE_BYTES + GRAPH_SIZES * max_num_seqs * per_token * model.dtype_bytes)
+    # Sampling makes four float32 tensors of the logits' shape, one of them with its indices.
+    sampling = max_num_seqs * (logits_bytes + model.vocab_size * 6 * 4)
+    activations = ranks * (most_tokens * token_bytes + sampling)
+    # Graphs of decodes and of steps with prompts share one pool each, as large as the largest.
+    pools = (most_tokens + max_num_seqs) * token_bytes + max_num_seqs * logits_bytes
+    graphs = ranks * (pools + NUM_GRAPHS * GRAPH_BYTES + WORKSPACE_BYTES)
     left = memory - model.weight_bytes - activations - graphs
     if num_blocks is None:
         num_blocks = max(0, left) // (model.kv_bytes_per_token * block_size)

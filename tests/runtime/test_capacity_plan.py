@@ -1,0 +1,58 @@
+"""`nv-sim plan` knows no torch, but its arithmetic is the engine's own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import tiny_checkpoints
+from nv_models import open_checkpoint
+from nv_runtime.bench.shapes import SHAPES, materialised
+from nv_runtime.cli.plan import count_parameters
+from nv_runtime.kv_cache import KVCacheSpec
+from nv_runtime.step_memory import estimate_step_memory
+
+sim = pytest.importorskip("nv_core.sim", reason="needs the extra nv-core[sim]")
+
+
+def check(path: Path) -> None:
+    config = open_checkpoint(path).config
+    shape = sim.ModelShape.from_config(json.loads((path / "config.json").read_text()))
+    capacity = sim.plan_capacity(shape, sim.find_hardware("h200"))
+    spec = KVCacheSpec(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_size=1,
+        dtype=torch.bfloat16,
+    )
+    assert capacity.kv_bytes_per_token == spec.token_bytes
+    memory = estimate_step_memory(
+        config,
+        dtype=torch.bfloat16,
+        device=torch.device("cuda"),
+        max_num_tokens=8192,
+        max_num_seqs=256,
+        use_graphs=True,
+    )
+    assert capacity.activation_bytes == memory.activation_bytes + memory.sampling_bytes
+    # The engine counts its graphs, the plan takes a round number.
+    graph_bytes = memory.graph_bytes + memory.workspace_bytes
+    assert capacity.graph_bytes == pytest.approx(graph_bytes, rel=0.05)
+    # Norms and biases are left out of a shape.
+    num_small = count_parameters(config) - shape.num_parameters
+    assert 0 <= num_small < (1e-3 if config.hidden_size > 500 else 0.1) * count_parameters(config)
+
+
+@pytest.mark.parametrize("family", tiny_checkpoints.FAMILIES)
+def test_tiny_models(family: tiny_checkpoints.Family, tmp_path: Path) -> None:
+    check(tiny_checkpoints.write_checkpoint(tmp_path, tiny_checkpoints.TinySpec(family=family)))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_real_shapes(name: str) -> None:
+    with materialised(name) as (path, _):
+        check(Path(path))
