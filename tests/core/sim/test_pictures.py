@@ -51,8 +51,8 @@ CHROMIUM = next(
 NODE = shutil.which("node")
 
 
-def busy_log(seed: int = 0, *, policy: str = "mixed", step_s: float = 0.02) -> StepLog:
-    draw = random.Random(seed)
+def busy_log(*, policy: str = "mixed", ahead: int = 0) -> StepLog:
+    draw = random.Random(0)
     requests = tuple(
         WorkRequest(
             draw.uniform(0, 0.5),
@@ -65,7 +65,13 @@ def busy_log(seed: int = 0, *, policy: str = "mixed", step_s: float = 0.02) -> S
         for _ in range(25)
     )
     config = SchedulerConfig(30, 4, max_num_batched_tokens=32, policy=policy)
-    return simulate(Workload("busy", requests), config, ConstantLatency(step_s), record_blocks=True)
+    return simulate(
+        Workload("busy", requests),
+        config,
+        ConstantLatency(0.02),
+        num_steps_ahead=ahead,
+        record_blocks=True,
+    )
 
 
 def test_lanes_by_hand() -> None:
@@ -89,8 +95,9 @@ def test_lanes_by_hand() -> None:
     ]
 
 
-def test_lanes_say_why_and_cover_every_life_without_overlap() -> None:
-    log = busy_log()
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_lanes_say_why_and_cover_every_life_without_overlap(ahead: int) -> None:
+    log = busy_log(ahead=ahead)
     lanes = make_lanes(log)
     assert len(lanes) == 25
     kinds = set()

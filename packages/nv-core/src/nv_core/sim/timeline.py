@@ -70,7 +70,7 @@ def make_lanes(log: StepLog, *, max_requests: int | None = None) -> list[Lane]:
                 builders[seq_id].preempt(step)
                 waiting[seq_id] = builders[seq_id]
         refused = dict(step.refused)
-        first = next((seq_id for seq_id, _ in step.refused), None)
+        first = next((log.requests[seq_id].request_id for seq_id in refused), None)
         for seq_id, builder in waiting.items():
             builder.wait(step, refused.get(seq_id), behind=first)
         sampled = set(step.sampled) if len(step.sampled) < len(step.seq_ids) else None
@@ -98,20 +98,29 @@ class _LaneBuilder:
         self._is_resident = False
         self._last_token_s: float | None = None
 
-    def wait(self, step: StepRecord, reason: str | None, *, behind: int | None) -> None:
-        """Notes why a step left it out."""
-        if self._waits.kind == WAITING and step.planned_s < self._waits.start_s:
+    def wait(self, step: StepRecord, reason: str | None, *, behind: str | None) -> None:
+        """Notes why a step left it out; another reason begins another segment."""
+        if step.planned_s < self._waits.start_s:
             return
-        self._waits.num_steps += 1
+        text = self._waits.text
         if reason is not None:
-            self._waits.text = f"waits: {reason}"
+            text = f"waits: {reason}"
         elif behind is not None:
-            self._waits.text = f"waits behind request {behind}"
+            text = f"waits behind request {behind}"
+        if text != self._waits.text and self._waits.num_steps:
+            kind = self._waits.kind
+            self._close_wait(step.planned_s)
+            self._waits = Segment(step.planned_s, step.planned_s, kind, text, num_steps=0)
+        self._waits.text = text
+        self._waits.num_steps += 1
 
     def preempt(self, step: StepRecord) -> None:
-        """Notes that it has lost its blocks."""
+        """Notes that it has lost its blocks; a step in flight may still compute for it."""
         self._is_resident = False
-        self._waits = Segment(step.planned_s, step.planned_s, PREEMPTED, "preempted", num_steps=0)
+        start_s = step.planned_s
+        if self.lane.segments:
+            start_s = max(start_s, self.lane.segments[-1].end_s)
+        self._waits = Segment(start_s, start_s, PREEMPTED, "preempted", num_steps=0)
 
     def run(
         self, step: StepRecord, begin_s: float, computed: int, scheduled: int, *, samples: bool
