@@ -49,7 +49,7 @@ class Case:
 
 def make_case(path: Path, spec: TinySpec) -> Case:
     rng = random.Random(spec.vocab_size)
-    lengths = [1, 4, 5, 17, 33, 48]
+    lengths = [1, 4, 5, 17, 33, 48, 9, 12]
     prompts = [[rng.randrange(spec.vocab_size) for _ in range(length)] for length in lengths]
     prompts += [prompts[-1][:32] + prompts[2], prompts[-1]]
     kinds: list[dict[str, Any]] = [
@@ -158,3 +158,26 @@ def test_ranks_that_would_sample_differently_follow_rank_0(
     fork_ranks(monkeypatch, {1: In("nv_runtime.sampler", "sample_tokens", biased)})
     with make_llm(case, tensor_parallel_size=2) as llm:
         assert tokens_of(generate(llm, case)) == expected
+
+
+@only_one_family
+def test_log_probabilities_are_those_of_one_rank(start: Callable[..., LLM], case: Case) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=5, logprobs=3, prompt_logprobs=2)
+
+    def found(llm: LLM) -> list[tuple[int, float]]:
+        outputs = llm.generate(case.prompts, params, use_tqdm=False)
+        positions = [
+            position
+            for output in outputs
+            for position in [*(output.prompt_logprobs or []), *(output.outputs[0].logprobs or [])]
+            if position is not None
+        ]
+        return [(token, value.logprob) for p in positions for token, value in p.items()]
+
+    with make_llm(case, tensor_parallel_size=1) as llm:
+        expected = found(llm)
+    with start(2, max_num_batched_tokens=16) as llm:
+        ours = found(llm)
+    assert len(expected) > 300
+    assert [token for token, _ in ours] == [token for token, _ in expected]
+    assert [value for _, value in ours] == pytest.approx([v for _, v in expected], abs=1e-4)
