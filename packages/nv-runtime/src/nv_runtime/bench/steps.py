@@ -60,25 +60,21 @@ def kind_of(plan: StepPlan) -> StepKind:
 
 
 class _Recorder:
+    """Writes records as steps come.
+
+    It keeps no plan: some hundred thousand entries that stay alive make full collections of garbage
+    in the middle of the run that is measured, of more than 0.1 s each.
+    """
+
     def __init__(self) -> None:
-        self.plans: list[tuple[StepPlan, float, float]] = []
-        self.collected: list[tuple[float, float]] = []
+        self.records: list[StepRecord] = []
+        self._num_collected = 0
 
     def launch(self, launch: Callable[..., Any], plan: StepPlan) -> object:
         start = perf_counter()
         handle = launch(plan)
-        self.plans.append((plan, start, perf_counter()))
-        return handle
-
-    def collect(self, collect: Callable[..., Any], handle: object) -> object:
-        start = perf_counter()
-        tokens = collect(handle)
-        self.collected.append((start, perf_counter()))
-        return tokens
-
-    def records(self) -> list[StepRecord]:
-        # Steps are collected in the order in which they are launched.
-        return [
+        end = perf_counter()
+        self.records.append(
             StepRecord(
                 kind=kind_of(plan),
                 num_seqs=len(plan.sequences),
@@ -87,15 +83,20 @@ class _Recorder:
                     entry.num_computed_tokens + entry.num_scheduled_tokens
                     for entry in plan.sequences
                 ),
-                launch_start_s=launch_start,
-                launch_end_s=launch_end,
-                collect_start_s=collect_start,
-                collect_end_s=collect_end,
+                launch_start_s=start,
+                launch_end_s=end,
             )
-            for (plan, launch_start, launch_end), (collect_start, collect_end) in zip(
-                self.plans, self.collected, strict=False
-            )
-        ]
+        )
+        return handle
+
+    def collect(self, collect: Callable[..., Any], handle: object) -> object:
+        # Steps are collected in the order in which they are launched.
+        record = self.records[self._num_collected]
+        self._num_collected += 1
+        record.collect_start_s = perf_counter()
+        tokens = collect(handle)
+        record.collect_end_s = perf_counter()
+        return tokens
 
 
 class _Proxy:
@@ -138,13 +139,11 @@ def record_steps(engine: Engine) -> Iterator[list[StepRecord]]:
         engine: The engine, idle.
 
     Yields:
-        A list that holds the steps once the context is closed.
+        The steps so far; the last of them may be without a time of collection.
     """
     recorder = _Recorder()
-    records: list[StepRecord] = []
     with proxied(engine, "runner", {"launch": recorder.launch, "collect": recorder.collect}):
-        yield records
-    records += recorder.records()
+        yield recorder.records
 
 
 def summarise_steps(records: Sequence[StepRecord]) -> dict[str, dict[str, float]]:
