@@ -251,18 +251,19 @@ def test_a_rank_killed_while_nothing_runs(
 
 @pytest.mark.parametrize("where", [LAUNCH, LOGITS], ids=["between steps", "inside"])
 def test_a_rank_that_falls_silent(start: Callable[..., LLM], where: tuple[str, str]) -> None:
-    llm = start(In(*where, hang, 2), rank_timeout_s=1.0)
+    llm = start(In(*where, hang, 2), rank_timeout_s=3.0)
     began = time.monotonic()
-    with pytest.raises(RankError, match=r"no answer within 1 s from rank 1 \(process \d+\)"):
+    with pytest.raises(RankError, match=r"no answer within 3 s from rank 1 \(process \d+\)"):
         answers(llm)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 30
     assert_gone(pids_of(llm))
     llm.shutdown()
 
 
 def test_a_stopped_rank(start: Callable[..., LLM], expected: list[list[int]]) -> None:
-    with start(rank_timeout_s=1.0) as llm:
+    with start() as llm:
         assert answers(llm) == expected
+        llm._open_parts().engine.runner._timeout_s = 1.0  # type: ignore[attr-defined]
         os.kill(pids_of(llm)[0], signal.SIGSTOP)
         with pytest.raises(RankError, match="no answer within 1 s from rank 1"):
             answers(llm)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from nv_runtime.llm import LLM
     from nv_runtime.outputs import CompletionOutput, RequestMetrics, RequestOutput
     from nv_runtime.prompt import TextPrompt, TokensPrompt
+    from nv_runtime.ranks.errors import RankError
 
 __version__ = "0.1.0"
 
@@ -35,6 +36,7 @@ __all__ = [
     "EngineConfig",
     "EngineDeadError",
     "NvError",
+    "RankError",
     "RequestError",
     "RequestMetrics",
     "RequestOutput",
@@ -54,6 +56,7 @@ _HOME_OF = {
     "RequestOutput": "nv_runtime.outputs",
     "TextPrompt": "nv_runtime.prompt",
     "TokensPrompt": "nv_runtime.prompt",
+    "RankError": "nv_runtime.ranks.errors",
 }
 
 

@@ -1,10 +1,13 @@
 """Errors of several ranks working together."""
 
-from nv_core import NvError
+from nv_core import EngineDeadError, NvError
 
 
-class RankError(NvError, RuntimeError):
-    """A rank died, failed or fell silent; the message holds its number and its traceback."""
+class RankError(EngineDeadError):
+    """A rank died, failed or fell silent; the message holds its number and its traceback.
+
+    The engine whose rank it was serves no more requests.
+    """
 
 
 class ProtocolError(NvError, RuntimeError):
