@@ -141,19 +141,25 @@ def test_an_interrupted_start_a_good_one_and_an_end_without_shutdown(checkpoint:
 
 
 def test_a_killed_parent_takes_its_ranks_with_it_and_leaves_nothing(checkpoint: Path) -> None:
+    """Another engine, started at the same time, goes on; and the next one starts."""
     before = shared_memory()
-    process = run(checkpoint, ENDLESS)
-    pids = told(process)["pids"]
-    assert all(map(is_running, pids))
+    process, other = run(checkpoint, ENDLESS), run(checkpoint, ENDLESS)
+    pids, other_pids = told(process)["pids"], told(other)["pids"]
+    assert all(map(is_running, pids + other_pids))
     process.kill()
     process.wait()
     wait_until(lambda: not any(map(is_running, pids)))
-    assert shared_memory() <= before
-    process.communicate()
     again = run(checkpoint, "tell(tokens=answer(make()))")
     assert len(told(again)["tokens"]) == 8
     assert again.communicate(timeout=60)[1] == ""
     assert again.returncode == 0
+    assert other.poll() is None
+    assert all(map(is_running, other_pids))
+    other.kill()
+    for ended in (process, other):
+        ended.communicate(timeout=60)
+    wait_until(lambda: not any(map(is_running, other_pids)))
+    assert shared_memory() <= before
 
 
 def test_an_interrupt_from_the_keyboard_reaches_the_parent_alone(checkpoint: Path) -> None:
