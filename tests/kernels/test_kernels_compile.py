@@ -15,14 +15,19 @@ SCRIPT = Path(__file__).parents[1] / "support" / "compile_kernels.py"
 MAX_SHARED_BYTES = 227 << 10  # of a Hopper GPU
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
-@pytest.mark.skipif(HAS_CUDA, reason="the other tests compile the kernels where CUDA is")
-def test_every_launch_compiles_for_hopper(tmp_path: Path) -> None:
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not HAS_TRITON, reason="needs Triton"),
+    pytest.mark.skipif(HAS_CUDA, reason="the other tests compile the kernels where CUDA is"),
+]
+
+
+def launches(tmp_path: Path, *options: str) -> list[tuple[str, int, str]]:
+    """Name, bytes of shared memory and hash of what each launch of the script runs."""
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
-        [sys.executable, str(SCRIPT)],
+        [sys.executable, str(SCRIPT), *options],
         capture_output=True,
         text=True,
         env=environment,
@@ -30,9 +35,21 @@ def test_every_launch_compiles_for_hopper(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    shared_bytes = {
-        name: int(size) for name, size in (line.split() for line in done.stdout.splitlines())
-    }
+    words = [line.split() for line in done.stdout.splitlines()]
+    return [(name, int(size), compiled) for name, size, compiled in words]
+
+
+def test_batches_of_any_size_run_the_same_kernels(tmp_path: Path) -> None:
+    """Otherwise a server stops for a second whenever a new size comes along."""
+    compiled: dict[str, set[str]] = {}
+    for name, _, version in launches(tmp_path, "--batches"):
+        compiled.setdefault(name, set()).add(version)
+    for name in ("_prefill_kernel", "_add_rms_norm_kernel", "_rows_kernel"):
+        assert len(compiled[name]) == 1, name
+
+
+def test_every_launch_compiles_for_hopper(tmp_path: Path) -> None:
+    shared_bytes = {name: size for name, size, _ in launches(tmp_path)}
     assert set(shared_bytes) == {
         "_weigh_parts_kernel",
         "_draw_kernel",

@@ -48,13 +48,16 @@ class Hopper:
 
 
 def compile_launches() -> None:
-    """Makes every launch compile its kernel and report it, instead of running it."""
+    """Makes every launch compile its kernel and report it, instead of running it.
+
+    A line names the kernel, its bytes of shared memory, and what was compiled for the launch.
+    """
     driver.set_active(Hopper())
     run = JITFunction.run
 
     def compile_launch(kernel: JITFunction, *args: Any, warmup: bool, **kwargs: Any) -> None:  # noqa: ANN401
         compiled = run(kernel, *args, warmup=True, **kwargs)
-        sys.stdout.write(f"{kernel.fn.__name__} {compiled.metadata.shared}\n")
+        sys.stdout.write(f"{kernel.fn.__name__} {compiled.metadata.shared} {compiled.hash}\n")
 
     JITFunction.run = compile_launch
 
@@ -123,9 +126,22 @@ def sample(num_rows: int, vocab_size: int) -> None:
         logprobs.token_logprobs(logits, ids, num_top)
 
 
+def serve_batches() -> None:
+    """Launches what a server launches for batches of many sizes, at one model's shapes."""
+    for num_seqs in (2, 20, 300):
+        attend([9] * num_seqs, [9] * num_seqs, 128, 64)
+    for num_tokens in (17, 20, 32):
+        rows = torch.zeros(num_tokens, 256, dtype=torch.bfloat16)
+        rms_norm.add_rms_norm(rows, rows, rows[0], eps=1e-6)
+        linear.linear(rows, rows[:1].expand(64, 256).contiguous(), None)
+
+
 def main() -> None:
     compile_launches()
     launch._can_overlap = lambda device: True  # type: ignore[assignment]
+    if sys.argv[1:] == ["--batches"]:
+        serve_batches()
+        return
     run_layer(3)
     for vocab_size in (131, 4500, 151936):
         sample(2, vocab_size)
