@@ -53,3 +53,11 @@ def test_what_somebody_else_froze_stays_frozen() -> None:
         assert gc.get_freeze_count() > 0
     finally:
         gc.unfreeze()
+
+
+def test_an_engine_that_is_dropped_gives_it_back() -> None:
+    heap = FrozenHeap()
+    heap.freeze()
+    assert gc.get_freeze_count() > 0
+    del heap
+    assert gc.get_freeze_count() == 0

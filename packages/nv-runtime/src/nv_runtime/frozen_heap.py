@@ -32,3 +32,7 @@ class FrozenHeap:
         if self._is_ours:
             gc.unfreeze()
             self._is_ours = False
+
+    def __del__(self) -> None:
+        """An engine that is dropped with requests in it leaves nothing frozen."""
+        self.unfreeze()
