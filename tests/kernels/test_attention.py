@@ -10,7 +10,7 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -278,6 +278,9 @@ def ragged_batches(draw: st.DrawFn) -> Batch:
 )
 @settings(deadline=None, max_examples=30)
 @given(batch=ragged_batches(), heads=st.sampled_from([(1, 1), (6, 2), (7, 1)]))
+# As many tokens as sequences, of one token at most, and yet no decode step.
+@example(batch=make_batch([(0, 0), (1, 1)], 1, num_padding_tokens=1), heads=(1, 1))
+@example(batch=make_batch([(0, 0), (1, 3), (1, 1)], 2, num_padding_tokens=1), heads=(6, 2))
 def test_any_ragged_batch(backend: str, batch: Batch, heads: tuple[int, int]) -> None:
     target = Target(backend, "cpu", torch.float32)
     num_heads, num_kv_heads = heads

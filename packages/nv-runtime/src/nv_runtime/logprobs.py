@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
 from nv_kernels import TokenLogprobs
 from nv_runtime.outputs import Logprob
-from nv_runtime.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from nv_runtime.tokenizer import Tokenizer
 
 
 def to_host(values: TokenLogprobs, count: int) -> TokenLogprobs:

@@ -19,13 +19,14 @@ if TYPE_CHECKING:
 
 
 def can_attend(kv_cache: LayerKVCache, metadata: AttentionMetadata) -> bool:
-    """Whether the step is a decode step, and the cache one run of memory."""
+    """Whether each sequence has one token and no other token is there, in one run of memory."""
     return (
         metadata.max_query_len == 1
         and metadata.num_tokens == metadata.num_seqs > 0
         and kv_cache.key.device.type == "cpu"
         and all(_is_dense(cache) for cache in kv_cache)
         and kv_cache.key.stride() == kv_cache.value.stride()
+        and _has_one_query_each(metadata)
     )
 
 
@@ -56,6 +57,15 @@ def paged_decode_attention(
             return result
         output[group.seqs] = result
     return output
+
+
+def _has_one_query_each(metadata: AttentionMetadata) -> bool:
+    """Whether token i is sequence i's; sequences without a token may hide behind padding."""
+    key = "cpu decode, one query each"
+    if key not in metadata.derived:
+        starts = metadata.cu_seqlens_q
+        metadata.derived[key] = torch.equal(starts, torch.arange(len(starts), dtype=starts.dtype))
+    return bool(metadata.derived[key])
 
 
 class _Group(NamedTuple):
