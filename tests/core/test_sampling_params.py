@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import math
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -290,3 +291,35 @@ def test_numbers_of_other_libraries_are_numbers() -> None:
     assert type(params.temperature) is float
     with pytest.raises(RequestError, match="top_k must be an integer"):
         SamplingParams(top_k=Fraction(5, 2))  # type: ignore[arg-type]
+
+
+class ArrayOfNoDimension:
+    """As np.array(3): it has __iter__, and using it raises TypeError."""
+
+    def __iter__(self) -> Iterator[int]:
+        raise TypeError("iteration over a 0-d array")
+
+    def __eq__(self, other: object) -> bool:
+        raise ValueError("the truth value of an array is ambiguous")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({name: 10**400} for name in ("temperature", "top_p", "min_p", "repetition_penalty")),
+        *({name: 10**400} for name in ("presence_penalty", "frequency_penalty")),
+        *({name: ArrayOfNoDimension()} for name in ("top_k", "seed", "stop", "bad_words")),
+        *({name: ArrayOfNoDimension()} for name in ("stop_token_ids", "allowed_token_ids")),
+        {"logit_bias": {"9" * 5000: 1}},
+        {"logit_bias": {1: float("nan")}},
+    ],
+)
+def test_values_that_break_arithmetic_are_refused_like_others(options: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=next(iter(options))):
+        SamplingParams(**options)
+
+
+def test_a_bias_that_no_float_holds_is_cut_like_others() -> None:
+    assert SamplingParams(logit_bias={1: 10**400}).logit_bias == {1: 100.0}

@@ -26,7 +26,9 @@ def assert_product(actual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | Non
 
 @pytest.mark.parametrize("target", targets())
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 5, 17, 130])
-@pytest.mark.parametrize(("out_features", "in_features"), [(1, 8), (7, 40), (64, 512), (33, 1030)])
+@pytest.mark.parametrize(
+    ("out_features", "in_features"), [(1, 8), (7, 40), (64, 512), (33, 1030), (3, 0)]
+)
 def test_shapes(target: Target, num_rows: int, out_features: int, in_features: int) -> None:
     x = random_tensor(1, num_rows, in_features, target=target)
     weight = random_tensor(2, out_features, in_features, target=target)

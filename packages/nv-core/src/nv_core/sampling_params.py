@@ -150,9 +150,9 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if isinstance(values[name], bool):
                 values[name] = 1 if values[name] else None
-        if values["seed"] == -1:
+        if _is_minus_one(values["seed"]):
             values["seed"] = None
-        if values["top_k"] == -1:
+        if _is_minus_one(values["top_k"]):
             values["top_k"] = 0
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -214,6 +214,27 @@ class SamplingParams:
         return replace(self, **changes)
 
 
+def _is_minus_one(value: Any) -> bool:  # noqa: ANN401 - a caller may pass anything
+    # An array would answer the comparison with an array.
+    return isinstance(value, (int, float)) and value == -1
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer that no float can hold
+        return False
+
+
+def _items(name: str, value: Any, of: str) -> list[Any]:  # noqa: ANN401 - a caller may pass anything
+    if not isinstance(value, (str, bytes)):
+        try:
+            return list(value)
+        except TypeError:  # no iterable, or one that has no length after all, such as np.array(3)
+            pass
+    raise RequestError(f"{name} must be a list of {of}, got {value!r}")
+
+
 def _plain_number(value: Any) -> Any:  # noqa: ANN401 - a caller may pass anything
     """Turns numbers of other libraries into Python's own; leaves everything else alone."""
     if isinstance(value, (bool, int, float)):
@@ -226,9 +247,7 @@ def _plain_number(value: Any) -> Any:  # noqa: ANN401 - a caller may pass anythi
 def _token_ids(name: str, value: Iterable[int] | None) -> tuple[int, ...]:
     if value is None:
         return ()
-    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
-        raise RequestError(f"{name} must be a list of token ids, got {value!r}")
-    ids = tuple(_plain_number(token_id) for token_id in value)
+    ids = tuple(_plain_number(token_id) for token_id in _items(name, value, "token ids"))
     for token_id in ids:
         _check_integer(name, token_id, minimum=0)
     return ids
@@ -242,13 +261,14 @@ def _logit_bias(value: Mapping[int, float] | None) -> dict[int, float] | None:
         raise RequestError(f"logit_bias must map token ids to numbers, got {value!r}")
     biases: dict[int, float] = {}
     for key, bias in value.items():
-        is_text = isinstance(key, str) and key.isascii() and key.isdigit()
+        is_text = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20
         token_id = int(key) if is_text else _plain_number(key)
         _check_integer("logit_bias", token_id, minimum=0, hint="its keys are token ids")
         number = _plain_number(bias)
-        if isinstance(number, bool) or not isinstance(number, (int, float)) or math.isnan(number):
+        is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
+        if not is_number or number != number:  # NaN is nothing, itself included
             raise RequestError(f"logit_bias must map token ids to numbers, got {key!r}: {bias!r}")
-        biases[token_id] = max(-LARGEST_LOGIT_BIAS, min(LARGEST_LOGIT_BIAS, float(number)))
+        biases[token_id] = float(max(-LARGEST_LOGIT_BIAS, min(LARGEST_LOGIT_BIAS, number)))
     return biases or None
 
 
@@ -257,10 +277,9 @@ def _bad_words(
 ) -> tuple[str | tuple[int, ...], ...]:
     if value is None:
         return ()
-    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
-        raise RequestError(f"bad_words must be a list of texts, got {value!r}")
     words = tuple(
-        word if isinstance(word, str) else _token_ids("bad_words", word) for word in value
+        word if isinstance(word, str) else _token_ids("bad_words", word)
+        for word in _items("bad_words", value, "texts")
     )
     if not all(word.strip() if isinstance(word, str) else word for word in words):
         raise RequestError(
@@ -272,9 +291,7 @@ def _bad_words(
 def _stop_texts(value: str | Iterable[str] | None) -> tuple[str, ...]:
     if value is None:
         return ()
-    if isinstance(value, bytes) or not isinstance(value, Iterable):
-        raise RequestError(f"stop must be a text or a list of texts, got {value!r}")
-    texts = (value,) if isinstance(value, str) else tuple(value)
+    texts = (value,) if isinstance(value, str) else tuple(_items("stop", value, "texts"))
     for text in texts:
         if not isinstance(text, str) or not text:
             raise RequestError(f"stop must hold texts of at least one character, got {text!r}")
@@ -290,7 +307,7 @@ def _check_number(
     open_minimum: bool = False,
 ) -> None:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if is_number and math.isfinite(value):
+    if is_number and _is_finite(value):
         above = value > minimum if open_minimum else value >= minimum
         if above and (maximum is None or value <= maximum):
             return

@@ -27,6 +27,7 @@ class Answer:
         sequence: Its tokens and progress, owned by the scheduler.
         token_times: When each output token was known, in seconds of the engine's clock.
         has_news: Whether tokens have arrived or it has ended since `take` was last called.
+        has_ended: Whether `note_end` was called.
     """
 
     def __init__(self, sequence: Sequence, *, index: int, tokenizer: Tokenizer | None) -> None:
@@ -42,6 +43,7 @@ class Answer:
         self.sequence = sequence
         self.token_times: list[float] = []
         self.has_news = False
+        self.has_ended = False
         self._stops = StopStrings(params.stop)
         self._stop_match: StopMatch | None = None
         self._num_decoded = sequence.num_prompt_tokens
@@ -91,6 +93,7 @@ class Answer:
     def note_end(self) -> None:
         """Notes that it has ended, with a token or without."""
         self.has_news = True
+        self.has_ended = True
 
     def meets_stop_text(self) -> bool:
         """Decodes what is new and says whether the text holds a stop text now.
@@ -160,7 +163,9 @@ class Answer:
         """Adds text to what is certain, except for what may be, or is, a stop text."""
         text = self._held_back + new_text
         params = self.sequence.sampling_params
-        if self._stops.texts and self.sequence.num_output_tokens >= params.min_tokens:
+        # What one that was broken off leaves in the decoder is half a character, no stop text.
+        may_stop = self.sequence.finish_reason not in (FinishReason.ABORT, FinishReason.ERROR)
+        if self._stops.texts and may_stop and self.sequence.num_output_tokens >= params.min_tokens:
             match = self._stops.find(text, num_searched=len(self._held_back))
             if match is not None:
                 self._stop_match = match

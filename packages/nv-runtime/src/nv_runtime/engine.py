@@ -28,6 +28,7 @@ from nv_runtime.bad_words import with_tokenized_bad_words
 from nv_runtime.engine_stats import EngineStats
 from nv_runtime.executor import Executor
 from nv_runtime.frozen_heap import FrozenHeap
+from nv_runtime.interrupts import interrupts_deferred
 from nv_runtime.logprobs import LogprobReader
 from nv_runtime.model_runner import StepHandle
 from nv_runtime.prompt import TokenizedPrompt
@@ -81,8 +82,9 @@ class Engine:
         self._heap = FrozenHeap()
         self._next_request_number = 0
 
+    @interrupts_deferred()
     def step(self) -> list[Request]:
-        """Runs one step.
+        """Runs one step; an interrupt from the keyboard takes effect at its end.
 
         Returns:
             The requests that got a token or ended, also those that the policy dropped; empty when
@@ -153,6 +155,7 @@ class Engine:
         """Whether a step has anything to do, be it only to collect what nobody wants any more."""
         return self.scheduler.has_unfinished or bool(self._in_flight)
 
+    @interrupts_deferred()
     def add_request(
         self,
         prompt: TokenizedPrompt,
@@ -204,6 +207,7 @@ class Engine:
                 self._step_log.note_added(answer.sequence)
         return request
 
+    @interrupts_deferred()
     def abort_request(self, request_id: str) -> Request | None:
         """Ends all answers of a request now; unknown and finished requests are left alone.
 
@@ -225,10 +229,12 @@ class Engine:
 
     def close(self) -> None:
         """Ends every request, the step log, and the ranks if there are several."""
-        self.abort_all()
-        if self._step_log is not None:
-            self._step_log.close()
-        self.runner.shutdown()
+        try:
+            self.abort_all()
+            if self._step_log is not None:
+                self._step_log.close()
+        finally:
+            self.runner.shutdown()
 
     def _free_id(self, request_id: str | None) -> str:
         if request_id is None:

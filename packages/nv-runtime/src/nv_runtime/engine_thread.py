@@ -348,7 +348,10 @@ class _Server:
         with self._lock:
             self._has_ended = True
         if self.failure is None:
-            self.engine.close()
+            try:
+                self.engine.close()
+            except Exception as error:  # noqa: BLE001 - the callers must be told, whatever it is
+                self.failure = error
         items: list[tuple[Subscription, _Item]] = []
         for subscription, client in self._clients.items():
             if self.failure is None:

@@ -19,19 +19,25 @@ class FrozenHeap:
 
     def __init__(self) -> None:
         """Freezes nothing yet."""
+        self._is_held = False
         self._is_ours = False
 
     def freeze(self) -> None:
         """Sets aside what is there; calling it again does nothing."""
-        if not self._is_ours and gc.get_freeze_count() == 0:
+        if self._is_held:
+            return
+        self._is_held = True
+        # Asked once per run: it counts what is frozen, one by one.
+        if gc.get_freeze_count() == 0:
             gc.freeze()
             self._is_ours = True
 
     def unfreeze(self) -> None:
         """Gives back what `freeze` has set aside; calling it again does nothing."""
+        self._is_held = False
         if self._is_ours:
-            gc.unfreeze()
             self._is_ours = False
+            gc.unfreeze()
 
     def __del__(self) -> None:
         """An engine that is dropped with requests in it leaves nothing frozen."""

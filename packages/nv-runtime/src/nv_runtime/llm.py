@@ -15,6 +15,7 @@ from nv_runtime.builder import EngineParts, build_engine
 from nv_runtime.conversation import Message, render_conversation, split_conversations
 from nv_runtime.engine import Engine
 from nv_runtime.engine_stats import require_stats
+from nv_runtime.interrupts import interrupts_deferred
 from nv_runtime.metrics import Metric
 from nv_runtime.outputs import RequestOutput
 from nv_runtime.prompt import (
@@ -304,9 +305,12 @@ class LLM:
         priorities = split_priorities(priority, len(items))
         requests: list[Request] = []
         try:
-            for item, item_params, urgency in zip(items, params, priorities, strict=True):
-                tokenized = tokenize_prompt(item, parts.tokenizer)
-                requests.append(parts.engine.add_request(tokenized, item_params, priority=urgency))
+            # An interrupt waits until each request that the engine has is in the list.
+            with interrupts_deferred():
+                for item, item_params, urgency in zip(items, params, priorities, strict=True):
+                    tokenized = tokenize_prompt(item, parts.tokenizer)
+                    request = parts.engine.add_request(tokenized, item_params, priority=urgency)
+                    requests.append(request)
         except BaseException as error:
             self._abort_unfinished(requests)
             if len(items) == 1 or not isinstance(error, RequestError):

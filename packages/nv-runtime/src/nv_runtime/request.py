@@ -58,6 +58,7 @@ class Request:
         self.metrics = RequestMetrics(arrival_time=arrival_time)
         self.is_finished = False
         self.has_news = False
+        self._num_open = len(self.answers)
         self._prompt = prompt
         self._prompt_token_ids = sequences[0].prompt_token_ids
         self._output_kind = output_kind
@@ -114,9 +115,10 @@ class Request:
             if metrics.first_token_time is None:
                 metrics.first_token_time = now
             metrics.last_token_time = now
-        if answer.is_finished:
+        if answer.is_finished and not answer.has_ended:
             answer.note_end()
-            if all(other.is_finished for other in self.answers):
+            self._num_open -= 1
+            if not self._num_open:
                 self.is_finished = True
                 metrics.finished_time = now
         if self.is_finished or self._output_kind is not RequestOutputKind.FINAL_ONLY:

@@ -6,6 +6,9 @@ from collections.abc import Iterable
 
 from nv_core import RequestError, SamplingParams
 
+_MAX_BANNED_WORDS = 1024
+_MAX_BANNED_WORD_TOKENS = 128
+
 
 def check_sampling_params(params: SamplingParams, *, vocab_size: int, max_logprobs: int) -> None:
     """Refuses what cannot be served.
@@ -27,6 +30,20 @@ def check_sampling_params(params: SamplingParams, *, vocab_size: int, max_logpro
                 f"bad_words holds {word!r}, which is text; give it as a list of token ids"
             )
         _check_token_ids("bad_words", word, vocab_size)
+        if len(word) > _MAX_BANNED_WORD_TOKENS:
+            raise RequestError(
+                f"bad_words holds a run of {len(word)} tokens; at most {_MAX_BANNED_WORD_TOKENS} "
+                "are allowed: give the part of it that must not be completed"
+            )
+    num_banned = len(params.bad_words)
+    if params.min_tokens:
+        num_banned += len(params.stop_token_ids)
+    if num_banned > _MAX_BANNED_WORDS:
+        raise RequestError(
+            f"bad_words, and stop_token_ids with min_tokens={params.min_tokens}, ban {num_banned} "
+            f"runs of tokens; at most {_MAX_BANNED_WORDS} are allowed: use logit_bias or "
+            "allowed_token_ids for single tokens"
+        )
     for name in ("logprobs", "prompt_logprobs"):
         wanted = getattr(params, name)
         if wanted is not None and max_logprobs >= 0 and not 0 <= wanted <= max_logprobs:

@@ -109,7 +109,7 @@ def banned_words_of(seq: Sequence) -> list[BannedWord]:
     params = seq.sampling_params
     words = [BannedWord(_as_ids(word), FOREVER) for word in params.bad_words]
     if params.min_tokens:
-        until = seq.num_prompt_tokens + params.min_tokens
+        until = min(seq.num_prompt_tokens + params.min_tokens, FOREVER)
         words += [BannedWord((token_id,), until) for token_id in sorted(seq.stop_token_ids)]
     return words
 

@@ -115,11 +115,13 @@ class SamplingTables:
         length = max([1, *(len(word.token_ids) for word in words)])
         banned, recent = self._widen_banned(num_words, length)
         length = banned.shape[2] - 1
+        banned[row] = -1
+        if not words:
+            return
         values = [
             [-1] * (length - len(word.token_ids)) + [*word.token_ids, word.until] for word in words
         ]
-        values += [[-1] * (length + 1)] * (banned.shape[1] - len(words))
-        banned[row] = to_device(torch.tensor(values), torch.int32, self._device)
+        banned[row, : len(words)] = to_device(torch.tensor(values), torch.int32, self._device)
         newest = [-1] * (length - 1) + output
         recent[row] = to_device(newest[len(newest) - (length - 1) :], torch.int32, self._device)
 

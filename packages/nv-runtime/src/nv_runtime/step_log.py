@@ -7,6 +7,10 @@ slower of the two, so that is what `nv_core.sim` fits its latency models to.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+
 import torch
 
 from nv_core import Scheduler, Sequence, StepPlan
@@ -14,11 +18,14 @@ from nv_core.step_log import BlockTracker, LogHeader, RequestRecord, StepLogWrit
 from nv_models import ModelConfig
 from nv_runtime.request import now
 
+logger = logging.getLogger(__name__)
+
 
 class EngineStepLog:
     """Follows one engine and writes down what it does.
 
-    Costs some 50 us a step for a batch of 256; the file is complete whenever the engine is idle.
+    Costs some 50 us a step for a batch of 256; the file is complete whenever the engine is idle. A
+    file that cannot be written any more, as on a full disk, ends with a warning: serving goes on.
     """
 
     def __init__(self, path: str, header: LogHeader) -> None:
@@ -36,13 +43,14 @@ class EngineStepLog:
         self._requests: dict[int, RequestRecord] = {}
         self._launched: dict[int, tuple[float, float]] = {}
         self._blocks = BlockTracker()
+        self._is_open = True
 
     def note_added(self, seq: Sequence) -> None:
         """Notes a request that the scheduler has accepted."""
         arrival = now() if seq.arrival_time is None else seq.arrival_time
         request = RequestRecord.of(seq, arrival - self._origin)
         self._requests[seq.seq_id] = request
-        self._writer.add_request(request)
+        self._write(lambda: self._writer.add_request(request))
 
     def note_launched(self, plan: StepPlan, *, planned: float) -> None:
         """Notes that a plan was handed to the device.
@@ -68,7 +76,7 @@ class EngineStepLog:
             done_s=done - self._origin,
             new_blocks=self._blocks.follow(plan),
         )
-        self._writer.add_step(step)
+        self._write(lambda: self._writer.add_step(step))
 
     def note_failed(self) -> None:
         """Notes that the steps in flight are lost."""
@@ -78,13 +86,25 @@ class EngineStepLog:
         """Notes that a request has ended."""
         request = self._requests.pop(seq.seq_id)
         request.end(seq, now() - self._origin)
-        self._writer.finish_request(request)
+        self._write(lambda: self._writer.finish_request(request))
         if not self._requests:
-            self._writer.flush()
+            self._write(self._writer.flush)
 
     def close(self) -> None:
-        """Closes the file."""
-        self._writer.close()
+        """Closes the file; calling it again does nothing."""
+        self._write(self._writer.close)
+        self._is_open = False
+
+    def _write(self, write: Callable[[], None]) -> None:
+        if not self._is_open:
+            return
+        try:
+            write()
+        except OSError as error:
+            self._is_open = False
+            with suppress(OSError):
+                self._writer.close()
+            logger.warning("the step log ends here, since it cannot be written: %s", error)
 
 
 def make_header(

@@ -49,8 +49,10 @@ def linear(
         check_last_dim_contiguous("bias", bias)
     if weight.is_mkldnn:
         return packed_linear.multiply(x, weight, bias)
-    if choose_implementation(backend, x.device) == "triton" and (
-        backend == "triton" or _is_faster_here(x.shape[0], weight)
+    if (
+        choose_implementation(backend, x.device) == "triton"
+        and (backend == "triton" or _is_faster_here(x.shape[0], weight))
+        and x.shape[1] > 0
     ):
         from nv_kernels.triton.linear import linear as linear_triton
 
@@ -80,8 +82,10 @@ def linear_parts(x: Tensor, weight: Tensor, *, backend: str = "auto") -> Tensor:
     _check(x, weight)
     if weight.is_mkldnn:
         return packed_linear.multiply(x, weight, None)[None]
-    if choose_implementation(backend, x.device) == "triton" and (
-        backend == "triton" or _is_faster_in_parts(x.shape[0], weight)
+    if (
+        choose_implementation(backend, x.device) == "triton"
+        and (backend == "triton" or _is_faster_in_parts(x.shape[0], weight))
+        and x.shape[1] > 0
     ):
         from nv_kernels.triton.linear import linear_parts as linear_parts_triton
 

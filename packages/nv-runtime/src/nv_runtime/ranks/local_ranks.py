@@ -20,10 +20,10 @@ import torch
 from nv_core import ConfigError, StepPlan
 from nv_models import TensorParallel
 from nv_runtime.engine_config import EngineConfig
+from nv_runtime.interrupts import interrupts_deferred
 from nv_runtime.model_runner import ModelRunner, StepHandle
 from nv_runtime.ranks.agreement import Agreement
 from nv_runtime.ranks.errors import RankError
-from nv_runtime.ranks.interrupts import interrupts_deferred
 from nv_runtime.ranks.plan_encoder import PlanEncoder
 from nv_runtime.ranks.process_group import (
     RankGroup,
