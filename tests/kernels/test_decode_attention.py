@@ -91,6 +91,7 @@ def test_split_boundaries(target: Target, block_size: int) -> None:
         ).check(target.backend)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TRITON_TARGETS)
 @pytest.mark.parametrize("context_len", [8191, 8192, 8193, 16385])
 def test_long_contexts_have_longer_splits(target: Target, context_len: int) -> None:
@@ -100,6 +101,7 @@ def test_long_contexts_have_longer_splits(target: Target, context_len: int) -> N
     problem.check(target.backend)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TRITON_TARGETS)
 @pytest.mark.parametrize(
     "num_seqs",
@@ -143,6 +145,7 @@ def make_reversed(problem: Problem) -> Problem:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TRITON_TARGETS)
 def test_a_decode_step_among_prompts_is_the_same(target: Target) -> None:
     lens = ((5, 5), (1, 700), (70, 300), (1, 3), (1, 256))

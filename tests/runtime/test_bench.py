@@ -24,6 +24,8 @@ from nv_runtime.bench.workload import random_workload
 from nv_runtime.cli import main
 from nv_runtime.llm import LLM
 
+pytestmark = pytest.mark.slow
+
 H200 = DeviceRates(bytes_per_s=4.25e12, flops_per_s=790e12)
 
 

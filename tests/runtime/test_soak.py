@@ -11,6 +11,8 @@ import pytest
 from nv_runtime import LLM
 from nv_runtime.bench.shapes import materialised
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_random_requests_with_aborts_leave_nothing_behind(*, async_scheduling: bool) -> None:

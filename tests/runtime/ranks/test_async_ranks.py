@@ -17,6 +17,8 @@ from nv_runtime.ranks.errors import RankError
 from tiny_checkpoints import TinySpec
 from tiny_engines import options, tokens_of
 
+pytestmark = pytest.mark.slow
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 PROMPTS = [[5, 6, 7], [8] * 20, [9, 10]]
 RANKS: dict[str, Any] = options(

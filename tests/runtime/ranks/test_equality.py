@@ -22,6 +22,8 @@ from nv_runtime import LLM, RequestOutput
 from nv_runtime.kv_cache import allocate_kv_cache
 from tiny_checkpoints import TinySpec
 
+pytestmark = pytest.mark.slow
+
 NUM_OUTPUT_TOKENS = 7
 
 # 131, 97 and 257 divide by neither 2 nor 4; with 4 ranks, 1 and 2 KV heads are replicated; of those

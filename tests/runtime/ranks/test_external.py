@@ -14,6 +14,8 @@ from nv_core import ConfigError, SamplingParams
 from nv_runtime import LLM
 from nv_runtime.ranks.process_group import host_store
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [[5, 6, 7], [8] * 20, [9, 10]]
 
 

@@ -41,6 +41,8 @@ from nv_runtime.ranks.ring import RingLayout
 from nv_runtime.ranks.segment import memory_folder
 from tiny_checkpoints import TinySpec
 
+pytestmark = pytest.mark.slow
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 PROMPTS = [[5, 6, 7], [8] * 20, [9, 10]]
 LAUNCH = ("nv_runtime.model_runner:ModelRunner", "launch")

@@ -21,6 +21,8 @@ from nv_core import SamplingParams
 from nv_runtime import LLM
 from nv_runtime.ranks.segment import memory_folder
 
+pytestmark = pytest.mark.slow
+
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
     "dtype": "float32",
