@@ -32,7 +32,8 @@ def linear(
         x: Rows, [num_rows, in_features], fp32, fp16 or bf16; not changed. Any strides but a
             contiguous last dimension.
         weight: [out_features, in_features], dtype of `x`, contiguous last dimension; or what
-            `pack_linear_weight` made of it.
+            `pack_linear_weight` made of it. On Hopper it is read while the kernel launched before
+            this one may still run, so that kernel must not be what writes it.
         bias: [out_features], dtype of `x`; None for none.
         backend: "auto", "torch" or "triton".
 
