@@ -316,3 +316,15 @@ def test_a_workload_at_another_rate() -> None:
     assert workload.first(3).requests == workload.requests[:3]
     told = workload.with_predictions().requests[0]
     assert told.predicted_output_tokens == told.num_output_tokens
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_prompt_that_cannot_be_served_is_never_made(*, caching: bool) -> None:
+    # A list of 10**15 tokens would not fit any memory.
+    workload = Workload("w", (WorkRequest(0.0, 10**15, 3), WorkRequest(0.0, 9, 3)))
+    config = SchedulerConfig(10, 4, max_model_len=20, enable_prefix_caching=caching)
+    log = simulate(workload, config, ConstantLatency(0.1))
+    (rejected,) = log.rejected
+    assert "1000000000000000 tokens" in str(rejected.message)
+    assert "19" in str(rejected.message)
+    assert [request.finish_reason for request in log.requests.values()] == ["length"]

@@ -526,3 +526,98 @@ def test_lengths_are_drawn_between_their_quantiles() -> None:
     draw = random.Random(0)
     drawn = [lengths.draw(draw) for _ in range(2_000)]
     assert statistics.fmean(length <= 20 for length in drawn) == pytest.approx(0.5, abs=0.04)
+
+
+MOONCAKE_LINE = '{"timestamp": 0, "input_length": 9, "output_length": 9, "hash_ids": [1]}'
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (MOONCAKE_LINE.replace("[1]", "[1e400]"), "infinity"),
+        (MOONCAKE_LINE.replace("[1]", "[NaN]"), "NaN"),
+        (MOONCAKE_LINE.replace("[1]", "[-1]"), "hash_ids"),
+        (MOONCAKE_LINE.replace('"input_length": 9', '"input_length": 1e400'), "number of tokens"),
+        (MOONCAKE_LINE.replace('"output_length": 9', '"output_length": NaN'), "number of tokens"),
+        (
+            MOONCAKE_LINE.replace('"output_length": 9', f'"output_length": 1{"0" * 400}'),
+            "too large",
+        ),
+        (
+            MOONCAKE_LINE.replace('"timestamp": 0', '"timestamp": 1e400'),
+            "arrival_s must be a finite",
+        ),
+        (MOONCAKE_LINE.replace('"timestamp": 0', '"timestamp": NaN'), "arrival_s must be a finite"),
+        ("[" * 100_000, "no JSON"),
+        ("[1, 2]", ""),
+        ("\udcff", "no UTF-8"),
+    ],
+)
+def test_a_malformed_line_loses_no_other(tmp_path: Path, bad: str, message: str) -> None:
+    path = tmp_path / "trace.jsonl"
+    text = f"{MOONCAKE_LINE}\n{bad}\n{MOONCAKE_LINE}\n"
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    workload = read_workload(path)
+    assert len(workload) == 2
+    (problem,) = workload.problems
+    assert problem.startswith("line 2: ")
+    assert message in problem
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ("inf,9,9,,", "arrival_s must be a finite"),
+        ("nan,9,9,,", "arrival_s must be a finite"),
+        ("1e400,9,9,,", "arrival_s must be a finite"),
+        ("-1,9,9,,", "arrival_s must be a finite"),
+        ("0,inf,9,,", "number of tokens"),
+        ("0,9,9,1e9,", "invalid literal"),
+        ("0,9,9,,nan", "slack_s must be a finite"),
+        ("0,9,9", "columns expected"),
+        ("0," + "9" * 200_000 + ",9,,", "no row of a table"),
+        ("\udcff,9,9,,", "no UTF-8"),
+    ],
+)
+def test_a_malformed_row_loses_no_other(tmp_path: Path, bad: str, message: str) -> None:
+    path = tmp_path / "table.csv"
+    head = "arrival_s,num_prompt_tokens,num_output_tokens,priority,slack_s"
+    text = f"{head}\n0,9,9,,\n{bad}\n0,9,9,,\n"
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    workload = read_workload(path)
+    assert len(workload) == 2
+    (problem,) = workload.problems
+    assert problem.startswith("line 3: ")
+    assert message in problem
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "weights.bin"
+    path.write_bytes(bytes(range(256)) * 50)
+    with pytest.raises(ConfigError, match="cannot be told from its first line"):
+        read_workload(path)
+    for file_format in ("azure", "csv", "sharegpt", "mooncake", "vllm"):
+        with pytest.raises(ConfigError, match=r"weights\.bin"):
+            read_workload(path, file_format)
+
+
+@pytest.mark.parametrize("factor", [1e-320, 5e-324, float("nan"), 0.0, -1.0])
+def test_no_stretch_puts_a_request_off_for_ever(factor: float) -> None:
+    workload = Workload("two", (WorkRequest(0.0, 9, 9), WorkRequest(1.0, 9, 9)))
+    for stretch in (workload.faster, workload.at_rate):
+        with pytest.raises(ConfigError, match=r"factor|rate_per_s"):
+            stretch(factor)
+    dense = Workload("dense", (WorkRequest(0.0, 9, 9), WorkRequest(1e-300, 9, 9)))
+    with pytest.raises(ConfigError, match="rate_per_s"):
+        dense.at_rate(1e-300)
+
+
+@pytest.mark.parametrize("segment", [-1, 2**31])
+def test_an_answer_s_segment_has_the_range_of_segments(segment: int) -> None:
+    with pytest.raises(ConfigError, match="output_segment"):
+        WorkRequest(0.0, 9, 9, output_segment=segment)
+
+
+def test_a_prompt_is_no_longer_than_it_says() -> None:
+    request = WorkRequest(0.0, 5, 9, segments=((1, 3), (2, 10**12), (3, 10**12)))
+    assert request.make_prompt(0) == [1, 1, 1, 2, 2]

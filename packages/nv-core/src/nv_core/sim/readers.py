@@ -13,9 +13,10 @@ import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime, timezone
+from math import isfinite
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from nv_core.errors import ConfigError
 from nv_core.sim.workload import UNIQUE_BASE, Workload, WorkRequest, workload_of
@@ -24,6 +25,10 @@ TokenCounter = Callable[[str], int]
 """Returns the number of tokens of a text."""
 
 _TIMESTAMP = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(\.\d+)?(?:\+00:?00|Z)?")
+
+
+_OTHER_BYTES = re.compile("[\udc80-\udcff]")
+"""What Python makes of bytes that are no UTF-8, see `_open`."""
 
 
 class _SkippedError(ValueError):
@@ -64,14 +69,14 @@ def detect_format(path: Path) -> str:
     Raises:
         ConfigError: It looks like none of `READERS`.
     """
-    with path.open(encoding="utf-8-sig") as file:
+    with _open(path) as file:
         first = file.readline().strip()
     if first.startswith("["):
         return "sharegpt"
     if first.startswith("{"):
         try:
             keys = set(json.loads(first))
-        except ValueError:
+        except (ValueError, RecursionError):
             keys = set()
         if "chat_id" in keys:
             return "bailian"
@@ -138,7 +143,7 @@ def read_csv(path: Path) -> Workload:
     user, priority, slack_s and predicted_output_tokens may follow. Vidur's names (arrived_at,
     num_prefill_tokens, num_decode_tokens) are understood as well.
     """
-    with path.open(encoding="utf-8-sig", newline="") as file:
+    with _open(path) as file:
         columns = file.readline().strip().split(",")
     names = _VIDUR if _VIDUR[0] in columns else _OURS
 
@@ -235,7 +240,7 @@ def read_sharegpt(
 
     try:
         items = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is no JSON: {error}") from error
     if not isinstance(items, list):
         raise ConfigError(f"{path} must hold a list of conversations")
@@ -308,41 +313,63 @@ def _collect(
             if isinstance(row, Exception):
                 raise row
             requests.append(parse(row))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             detail = f"no {error}" if isinstance(error, KeyError) else str(error)
             problems.append(f"{unit} {number}: {detail}")
     return workload_of(path.name, requests, problems)
 
 
 def _csv_rows(path: Path, needed: tuple[str, ...]) -> Iterator[tuple[int, Any]]:
-    with path.open(encoding="utf-8-sig", newline="") as file:
+    with _open(path) as file:
         reader = csv.DictReader(file)
-        missing = [name for name in needed if name not in (reader.fieldnames or ())]
+        try:
+            columns = reader.fieldnames or ()
+        except csv.Error as error:
+            raise ConfigError(f"{path} is no table: {error}") from error
+        missing = [name for name in needed if name not in columns]
         if missing:
             raise ConfigError(f"{path} has no column {', '.join(missing)}")
-        for row in reader:
+        while True:
+            try:
+                row = next(reader, None)
+            except csv.Error as error:
+                yield reader.reader.line_num, _SkippedError(f"no row of a table: {error}")
+                continue
+            if row is None:
+                return
             if None in row or None in row.values():
-                yield (
-                    reader.line_num,
-                    _SkippedError(f"{len(reader.fieldnames or ())} columns expected"),
-                )
+                yield reader.line_num, _SkippedError(f"{len(columns)} columns expected")
+            elif any(_has_other_bytes(text) for text in row.values()):
+                yield reader.line_num, _SkippedError("no UTF-8")
             else:
                 yield reader.line_num, row
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    with path.open(encoding="utf-8-sig") as file:
+    with _open(path) as file:
         for number, text in enumerate(file, start=1):
-            if text.strip():
+            if _has_other_bytes(text):
+                yield number, _SkippedError("no UTF-8")
+            elif text.strip():
                 try:
                     yield number, json.loads(text)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     yield number, _SkippedError(f"no JSON: {error}")
+
+
+def _open(path: Path) -> IO[str]:
+    """Opens a text; bytes that are no UTF-8 are kept, so that only their line is lost."""
+    return path.open(encoding="utf-8-sig", errors="surrogateescape", newline="")
+
+
+def _has_other_bytes(text: str) -> bool:
+    return _OTHER_BYTES.search(text) is not None
 
 
 def _count(value: Any, *, least: int = 1) -> int:  # noqa: ANN401 - checked right here
     number = float(value)
-    if number != int(number) or number < least or isinstance(value, bool):
+    is_whole = isfinite(number) and number == int(number)
+    if not is_whole or number < least or isinstance(value, bool):
         raise ValueError(f"{value!r} is no number of tokens of at least {least}")
     return int(number)
 

@@ -92,6 +92,13 @@ def simulate(
     return log
 
 
+def _too_long(num_prompt_tokens: int, longest: int) -> str:
+    return (
+        f"a prompt of {num_prompt_tokens} tokens can never fit: num_blocks x block_size and "
+        f"max_model_len leave room for {longest}; shorten it or raise the limit"
+    )
+
+
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
     """Pauses the collector of cycles, which a simulation makes none of.
@@ -160,6 +167,11 @@ class _Simulation:
     def _add(self, number: int, request: WorkRequest) -> None:
         name = str(number) if request.request_id is None else request.request_id
         deadline = None if request.slack_s is None else request.arrival_s + request.slack_s
+        longest = self.scheduler.max_prompt_tokens
+        if request.num_prompt_tokens > longest:
+            # Before its prompt is made: there is no end to the length that a trace can name.
+            self._reject(name, request, _too_long(request.num_prompt_tokens, longest))
+            return
         # Without a prefix cache nobody looks at the tokens, and small numbers cost no memory.
         looks = self.scheduler.config.enable_prefix_caching or request.prompt_token_ids is not None
         try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from math import isfinite
 
 from nv_core.errors import ConfigError
 
@@ -27,7 +28,8 @@ class WorkRequest:
         num_output_tokens: Length of its answer.
         segments: Content of its prompt, (id, length) in order; ids are in [0, 2**31). What they
             leave over of the prompt, or all of it if there are none, is shared with nobody.
-        output_segment: Id of its answer's content, so that a later turn's prompt can hold it.
+        output_segment: Id of its answer's content, so that a later turn's prompt can hold it; in
+            [0, 2**31).
         prompt_token_ids: Its prompt instead, token by token.
         output_token_ids: Its answer instead, token by token.
         request_id: Its name; None for its number.
@@ -57,8 +59,16 @@ class WorkRequest:
                 "a request needs at least one prompt token and one output token, got "
                 f"{self.num_prompt_tokens} and {self.num_output_tokens}"
             )
-        if not self.arrival_s >= 0:
-            raise ConfigError(f"arrival_s must be at least 0, got {self.arrival_s!r}")
+        if not (isfinite(self.arrival_s) and self.arrival_s >= 0):
+            raise ConfigError(
+                f"arrival_s must be a finite number of at least 0, got {self.arrival_s!r}"
+            )
+        if self.slack_s is not None and not isfinite(self.slack_s):
+            raise ConfigError(f"slack_s must be a finite number or None, got {self.slack_s!r}")
+        if self.output_segment is not None and not 0 <= self.output_segment < UNIQUE_BASE:
+            raise ConfigError(
+                f"output_segment must be in [0, 2**31) or None, got {self.output_segment!r}"
+            )
 
     def make_prompt(self, number: int) -> list[int]:
         """Returns the prompt's tokens.
@@ -72,11 +82,9 @@ class WorkRequest:
             return [UNIQUE_BASE + number] * self.num_prompt_tokens
         tokens: list[int] = []
         for segment, length in self.segments:
-            tokens += [segment] * length
-        missing = self.num_prompt_tokens - len(tokens)
-        if missing > 0:
-            tokens += [UNIQUE_BASE + number] * missing
-        return tokens[: self.num_prompt_tokens]
+            tokens += [segment] * min(length, self.num_prompt_tokens - len(tokens))
+        tokens += [UNIQUE_BASE + number] * (self.num_prompt_tokens - len(tokens))
+        return tokens
 
 
 @dataclass(frozen=True)
@@ -125,19 +133,36 @@ class Workload:
         """Returns the same requests, their arrivals stretched or squeezed to another mean rate.
 
         Raises:
-            ConfigError: The rate is not positive, or there is no time between the arrivals.
+            ConfigError: The rate is not positive, there is no time between the arrivals, or the
+                rate is so low that the last arrivals are beyond any finite time.
         """
         if not rate_per_s > 0 or not self.duration_s:
             raise ConfigError(
                 f"rate_per_s must be positive, and arrivals must differ in time, got "
                 f"{rate_per_s!r} for {len(self)} requests within {self.duration_s:g} s"
             )
-        return self.faster(rate_per_s / self.rate_per_s)
+        factor = rate_per_s / self.rate_per_s
+        if not factor > 0:
+            raise ConfigError(
+                f"rate_per_s {rate_per_s!r} is too far from {self.rate_per_s:g}, the rate that the "
+                "requests have, for a finite time to each; it must be larger"
+            )
+        return self.faster(factor)
 
     def faster(self, factor: float) -> Workload:
-        """Returns the same requests, coming `factor` times as fast."""
+        """Returns the same requests, coming `factor` times as fast.
+
+        Raises:
+            ConfigError: The factor is not positive, or so small that arrivals are beyond any
+                finite time.
+        """
         if not factor > 0:
             raise ConfigError(f"factor must be positive, got {factor!r}")
+        if self.requests and not isfinite(self.requests[-1].arrival_s / factor):
+            raise ConfigError(
+                f"{factor!r} times as fast, the last request would come at no finite time; "
+                "the factor or rate must be larger"
+            )
         moved = [replace(r, arrival_s=r.arrival_s / factor) for r in self.requests]
         return replace(self, requests=tuple(moved))
 
