@@ -25,6 +25,7 @@ from nv_core.sim import (
     simulate,
 )
 from nv_core.sim.cli import main
+from nv_core.sim.cli.setting import Setting
 from nv_core.step_log import read_step_log
 
 Run = Callable[..., tuple[int, str, str]]
@@ -86,6 +87,54 @@ def test_report_reads_what_run_wrote(nv_sim: Run, tmp_path: Path) -> None:
     status, out, err = nv_sim("report", log, log)
     assert status == 0
     assert "ends within a line" in err
+
+
+def test_the_log_holds_the_events_as_they_happened(nv_sim: Run, tmp_path: Path) -> None:
+    path = tmp_path / "l.jsonl"
+    assert nv_sim("run", *SMALL, "--rate", 2, "--log", path)[0] == 0
+    _, *lines = path.read_text("utf-8").splitlines(keepends=True)
+    events = [json.loads(line) for line in lines]
+    now = 0.0
+    open_ids: set[int] = set()
+    for event in events:
+        if event["event"] == "add":
+            assert event["arrival_s"] <= now or not open_ids
+            now = max(now, event["arrival_s"])
+            open_ids.add(event["seq_id"])
+        elif event["event"] == "step":
+            assert set(event["seq_ids"]) <= open_ids
+            now = event["done_s"]
+        else:
+            assert event["finished_s"] == now
+            open_ids.remove(event["seq_id"])
+    kinds = [event["event"] for event in events]
+    assert kinds.index("finish") < len(kinds) - 1 - kinds[::-1].index("add")
+
+    num_finished = kinds[: len(kinds) // 2].count("finish")
+    assert num_finished > 0
+    text = path.read_text("utf-8")
+    cut = sum(len(line) for line in text.splitlines(keepends=True)[: 1 + len(kinds) // 2])
+    path.write_text(text[: cut + 5], encoding="utf-8")
+    log = read_step_log(path)
+    assert log.is_truncated
+    assert sum(r.finish_reason is not None for r in log.all_requests) == num_finished
+
+
+@pytest.mark.parametrize("option", ["--out", "--log", "--perfetto", "--plot"])
+def test_a_file_that_cannot_be_written_is_refused_first(
+    nv_sim: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    monkeypatch.setattr(Setting, "simulate", lambda *_, **__: pytest.fail("it was simulated"))
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder.svg").mkdir()
+    for name in ("nowhere/x.svg", "file/x.svg", "folder.svg"):
+        status, out, err = nv_sim("run", *SMALL, option, tmp_path / name)
+        assert (status, out) == (2, "")
+        assert f"'{option}'" in err
+        assert name.split("/")[0] in err
+    status, _, err = nv_sim("compare", *SMALL, "-p", "fair", "--plot", tmp_path / "x.doc")
+    assert status == 2
+    assert ".png, .svg, .pdf" in err
 
 
 def test_a_fitted_log_stands_for_the_gpu(nv_sim: Run, tmp_path: Path) -> None:

@@ -10,13 +10,12 @@ from typing import Any
 import click
 
 from nv_core.sim.capacity import Capacity
+from nv_core.sim.cli.output_file import OutputFile
 from nv_core.sim.cli.setting import Setting, load_policy, options_but_model, setting_options
 from nv_core.sim.metrics import Metrics, format_ms, latency_rows, measure
 from nv_core.sim.play import write_play
-from nv_core.sim.plots import plot_sweep
+from nv_core.sim.plots import SUFFIXES, plot_sweep
 from nv_core.sim.sweep import RatePoint, find_highest_rate
-
-_FILE = click.Path(path_type=Path, dir_okay=False)
 
 
 @click.command(short_help="Find the highest rate that meets the objectives.")
@@ -28,7 +27,9 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option("--tolerance", type=float, default=0.05, show_default=True)
 @click.option("--seeds", type=int, default=3, show_default=True, help="Workloads for each rate.")
 @click.option("--jobs", type=int, help="Processes; by default one for each core.")
-@click.option("--plot", type=_FILE, help="Draw attainment against rate (.png, .svg or .pdf).")
+@click.option(
+    "--plot", type=OutputFile(SUFFIXES), help="Draw attainment against rate (.png, .svg or .pdf)."
+)
 def sweep(
     *,
     policies: tuple[str, ...],
@@ -103,7 +104,7 @@ def plan(*, model: str, **options: Any) -> None:  # noqa: ANN401 - the fields of
 
 
 @click.command(short_help="Write a page that steps through the scheduler.")
-@click.option("--out", "-o", type=_FILE, default=Path("play.html"), show_default=True)
+@click.option("--out", "-o", type=OutputFile(), default=Path("play.html"), show_default=True)
 def play(*, out: Path) -> None:
     """Write one HTML page that steps a small scenario through the scheduler's plans."""
     click.echo(f"wrote {write_play(out)}", err=True)

@@ -7,15 +7,18 @@ from typing import Any
 
 import click
 
+from nv_core.sim.cli.output_file import OutputFile
 from nv_core.sim.cli.setting import Setting, setting_options
 from nv_core.sim.metrics import SLO
 from nv_core.sim.perfetto import write_perfetto
-from nv_core.sim.plots import plot_cdfs, plot_timeline
+from nv_core.sim.plots import SUFFIXES, plot_cdfs, plot_timeline
 from nv_core.sim.report import write_report
 from nv_core.sim.summary import compare_table, summarise
 from nv_core.step_log import StepLog, read_step_log
 
-_FILE = click.Path(path_type=Path, dir_okay=False)
+_LOG = click.Path(path_type=Path, dir_okay=False)
+_FILE = OutputFile()
+_PICTURE = OutputFile(SUFFIXES)
 
 
 @click.command(short_help="Simulate a workload under one policy.")
@@ -24,7 +27,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option("--out", "-o", type=_FILE, help="Write an HTML report.")
 @click.option("--log", "log_path", type=_FILE, help="Write the step log (.jsonl or .jsonl.gz).")
 @click.option("--perfetto", type=_FILE, help="Write a trace for Perfetto (.json or .json.gz).")
-@click.option("--plot", type=_FILE, help="Draw the timeline (.png, .svg or .pdf).")
+@click.option("--plot", type=_PICTURE, help="Draw the timeline (.png, .svg or .pdf).")
 @click.option("--quiet", "-q", is_flag=True, help="Show no progress bar.")
 def run(
     *,
@@ -55,7 +58,7 @@ def run(
     help="A policy's name, module:Class, or file.py:Class; give it several times.",
 )
 @click.option("--out", "-o", type=_FILE, help="Write an HTML comparison.")
-@click.option("--plot", type=_FILE, help="Draw the distribution functions (.png, .svg or .pdf).")
+@click.option("--plot", type=_PICTURE, help="Draw the distribution functions (.png, .svg or .pdf).")
 @click.option("--quiet", "-q", is_flag=True, help="Show no progress bar.")
 def compare(
     *,
@@ -77,10 +80,10 @@ def compare(
 
 
 @click.command(short_help="Draw step logs, of the simulator or of the engine.")
-@click.argument("logs", nargs=-1, required=True, type=_FILE)
+@click.argument("logs", nargs=-1, required=True, type=_LOG)
 @click.option("--out", "-o", type=_FILE, help="Write an HTML report; of several, a comparison.")
 @click.option("--perfetto", type=_FILE, help="Write a trace of the first for Perfetto.")
-@click.option("--plot", type=_FILE, help="Draw the timeline of the first.")
+@click.option("--plot", type=_PICTURE, help="Draw the timeline of the first.")
 @click.option("--ttft-ms", type=float, help="Objective for the time to the first token.")
 @click.option("--tpot-ms", type=float, help="Objective for the time per output token.")
 @click.option("--e2e-ms", type=float, help="Objective for the whole request.")

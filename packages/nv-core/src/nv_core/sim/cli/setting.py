@@ -7,7 +7,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,7 +28,7 @@ from nv_core.sim.readers import read_workload
 from nv_core.sim.simulator import simulate
 from nv_core.sim.synthetic import LOOK_ALIKES
 from nv_core.sim.workload import Workload
-from nv_core.step_log import StepLog, read_step_log
+from nv_core.step_log import LogHeader, StepLog, StepLogWriter, read_step_log
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -148,26 +148,37 @@ class Setting:
     ) -> StepLog:
         """Runs the workload under a policy, with a progress bar on standard error."""
         config = self.make_config(load_policy(policy))
+        device = f"{self.tensor_parallel_size} x {self.gpu}, simulated"
         bar = tqdm(total=len(workload), desc=policy, disable=quiet, leave=False)
 
         def on_progress(num_ended: int, total: int) -> None:
             del total
             bar.update(num_ended - bar.n)
 
-        with closing(bar):
-            log = simulate(
+        latency = self.make_latency()
+        with ExitStack() as stack:
+            stack.enter_context(closing(bar))
+            sinks = []
+            if log_path is not None:
+                header = LogHeader.of(
+                    config,
+                    source="simulator",
+                    num_steps_ahead=self.steps_ahead,
+                    model=self.shape.as_dict(),
+                    device=device,
+                )
+                sinks.append(stack.enter_context(StepLogWriter(log_path, header)))
+            return simulate(
                 workload,
                 config,
-                self.make_latency(),
+                latency,
                 num_steps_ahead=self.steps_ahead,
                 record_blocks=config.num_blocks <= RECORDED_BLOCKS,
                 model=self.shape,
-                device=f"{self.tensor_parallel_size} x {self.gpu}, simulated",
+                device=device,
+                sinks=sinks,
                 on_progress=on_progress,
             )
-        if log_path is not None:
-            log.save(log_path)
-        return log
 
 
 def load_shape(name: str) -> ModelShape:
