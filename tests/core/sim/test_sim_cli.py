@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -137,13 +138,78 @@ def test_a_file_that_cannot_be_written_is_refused_first(
     assert ".png, .svg, .pdf" in err
 
 
-def test_a_fitted_log_stands_for_the_gpu(nv_sim: Run, tmp_path: Path) -> None:
+@pytest.fixture
+def fitted(nv_sim: Run, tmp_path: Path) -> Path:
+    """A log of limits of which none is the default."""
     log = tmp_path / "l.jsonl"
-    assert nv_sim("run", *SMALL, "--log", log)[0] == 0
-    status, out, err = nv_sim("run", *SMALL, "--fit-log", log)
+    limits = ("--block-size", 32, "--max-num-seqs", 7, "--max-num-batched-tokens", 500)
+    more = ("--max-model-len", 9000, "--no-prefix-caching", "--steps-ahead", 0, "-p", "fair")
+    assert nv_sim("run", *SMALL, *limits, *more, "--log", log)[0] == 0
+    return log
+
+
+def test_what_is_not_given_is_taken_from_the_fitted_log(
+    nv_sim: Run, tmp_path: Path, fitted: Path
+) -> None:
+    again = tmp_path / "again.jsonl"
+    status, out, err = nv_sim("run", "-n", 20, "-q", "--fit-log", fitted, "--log", again)
     assert status == 0
-    assert "error on steps held out" in err
     assert "TTFT" in out
+    assert "error on steps held out" in err
+    assert (
+        "taken from the log: block_size 32, max_model_len 9000, max_num_batched_tokens 500" in err
+    )
+    assert "model qwen3-0.6b, num_blocks 600, policy fair, prefix_caching False" in err
+    before, after = read_step_log(fitted).header, read_step_log(again).header
+    assert replace(after, device=None) == replace(before, device=None)
+    assert str(before.device) in str(after.device)
+
+
+def test_what_is_given_goes_before_the_fitted_log(
+    nv_sim: Run, tmp_path: Path, fitted: Path
+) -> None:
+    again = tmp_path / "again.jsonl"
+    command = ("run", "-n", 20, "-q", "--fit-log", fitted, "--log", again)
+    given = ("--block-size", 16, "--max-num-seqs", 256, "--prefix-caching", "-p", "mixed")
+    assert nv_sim(*command, *given)[0] == 0
+    header = read_step_log(again).header
+    assert (header.block_size, header.max_num_seqs) == (16, 256)
+    assert (header.policy, header.enable_prefix_caching) == ("mixed", True)
+    # The same memory, in blocks of another size.
+    assert header.num_blocks == 1200
+    assert header.max_num_batched_tokens == 500
+
+    status, _, err = nv_sim(*command, "-m", "qwen3-8b", "--gpu", "h100")
+    assert status == 0
+    assert "the times are the log's all the same, whatever model, gpu was given" in err
+    header = read_step_log(again).header
+    assert header.model == find_model("qwen3-8b").as_dict()
+    assert header.num_blocks > 1200
+
+
+def test_a_log_that_names_no_model_or_policy_says_so(
+    nv_sim: Run, tmp_path: Path, fitted: Path
+) -> None:
+    head, *lines = fitted.read_text("utf-8").splitlines(keepends=True)
+    header = {**json.loads(head), "model": None, "policy": "PatientShortFirst"}
+    fitted.write_text(json.dumps(header) + "\n" + "".join(lines), encoding="utf-8")
+    status, _, err = nv_sim("run", "-n", 20, "-q", "--fit-log", fitted)
+    assert status == 0
+    assert "the log does not say its model; qwen3-8b is assumed" in err
+    assert "PatientShortFirst, cannot be made from its name; mixed is simulated" in err
+
+
+@pytest.mark.parametrize("command", ["compare", "sweep", "plan"])
+def test_every_command_takes_the_log_s_limits(nv_sim: Run, fitted: Path, command: str) -> None:
+    more = {
+        "compare": ("-p", "mixed", "-p", "priority", "-q"),
+        "sweep": ("--ttft-ms", 60, "--seeds", 1, "--jobs", 1, "--tolerance", 9),
+        "plan": ("qwen3-0.6b",),
+    }[command]
+    status, _, err = nv_sim(command, *more, "-n", 20, "--fit-log", fitted)
+    assert status == 0
+    assert err.count("taken from the log: block_size 32") == 1
+    assert ("policy fair" in err) == (command != "compare")
 
 
 def test_sweep_finds_a_rate_and_draws_it(nv_sim: Run, tmp_path: Path) -> None:

@@ -281,8 +281,7 @@ def _solve_roofline(
 def _rows(logs: StepLog | Iterable[StepLog]) -> list[_Row]:
     rows: list[_Row] = []
     for log in [logs] if isinstance(logs, StepLog) else logs:
-        fields = log.header.model
-        model = ModelShape(**fields) if fields and "num_layers" in fields else None
+        model = ModelShape.from_header(log.header.model)
         rows += [
             _Row(work_of(step), model, float(seconds))
             for step, seconds in zip(log.steps, step_seconds(log), strict=True)

@@ -74,6 +74,20 @@ class ModelShape:
         except KeyError as error:
             raise ConfigError(f"the model's config has no {error.args[0]!r}") from error
 
+    @classmethod
+    def from_header(cls, fields: Mapping[str, Any] | None) -> ModelShape | None:
+        """Reads what a step log's header holds; None if that is no shape.
+
+        Raises:
+            ConfigError: A size is missing or unknown.
+        """
+        if not fields or "num_layers" not in fields:
+            return None
+        try:
+            return cls(**fields)
+        except TypeError as error:
+            raise ConfigError(f"the log's header holds no model: {error}") from error
+
     def as_dict(self) -> dict[str, Any]:
         """Returns the fields, as a step log's header holds them."""
         return asdict(self)

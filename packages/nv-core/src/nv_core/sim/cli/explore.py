@@ -11,7 +11,13 @@ import click
 
 from nv_core.sim.capacity import Capacity
 from nv_core.sim.cli.output_file import OutputFile
-from nv_core.sim.cli.setting import Setting, load_policy, options_but_model, setting_options
+from nv_core.sim.cli.setting import (
+    Setting,
+    load_policy,
+    make_setting,
+    options_but_model,
+    setting_options,
+)
 from nv_core.sim.metrics import Metrics, format_ms, latency_rows, measure
 from nv_core.sim.play import write_play
 from nv_core.sim.plots import SUFFIXES, plot_sweep
@@ -20,7 +26,13 @@ from nv_core.sim.sweep import RatePoint, find_highest_rate
 
 @click.command(short_help="Find the highest rate that meets the objectives.")
 @setting_options
-@click.option("--policy", "-p", "policies", multiple=True, default=("mixed",), show_default=True)
+@click.option(
+    "--policy",
+    "-p",
+    "policies",
+    multiple=True,
+    help="See nv-sim compare.  [default: mixed, or the log's]",
+)
 @click.option("--target", type=float, default=0.9, show_default=True, help="Share that must meet.")
 @click.option("--low", type=float, default=0.1, show_default=True, help="Lowest rate to try.")
 @click.option("--high", type=float, default=200.0, show_default=True, help="Highest rate to try.")
@@ -46,7 +58,7 @@ def sweep(
 
     Each rate is run with as many workloads as there are seeds, in parallel.
     """
-    setting = Setting(**options)
+    setting = make_setting(options, policy=policies[0] if policies else None)
     if setting.slo == type(setting.slo)():
         raise click.UsageError("give an objective: --ttft-ms, --tpot-ms or --e2e-ms")
     workloads = [setting.make_workload(setting.seed + i) for i in range(seeds)]
@@ -57,7 +69,7 @@ def sweep(
         click.echo(f"  {point.rate_per_s:9.3f}/s  {point.attainment:6.1%}  ({spread})", err=True)
 
     curves = {}
-    for policy in policies:
+    for policy in policies or (setting.policy,):
         click.echo(f"{policy}: {setting.slo}, for {target:.0%} of the requests", err=True)
         found = find_highest_rate(
             workloads,
@@ -87,7 +99,7 @@ def plan(*, model: str, **options: Any) -> None:  # noqa: ANN401 - the fields of
     MODEL is a config.json, or the name of a known model (see nv-sim run --help).
     The times are those of --workload (500 requests of it, unless -n says otherwise).
     """
-    setting = Setting(**{**options, "model": model})
+    setting = make_setting({**options, "model": model})
     capacity = setting.make_capacity()
     for name, value in _capacity_rows(capacity, setting):
         click.echo(f"{name:<28}  {value}")
@@ -97,7 +109,7 @@ def plan(*, model: str, **options: Any) -> None:  # noqa: ANN401 - the fields of
     if setting.num_requests is None:
         setting = replace(setting, num_requests=500)
     workload = setting.make_workload()
-    log = setting.simulate(workload, "mixed", quiet=True)
+    log = setting.simulate(workload, setting.policy, quiet=True)
     click.echo(f"\n{len(workload)} requests of {workload.name}, {workload.rate_per_s:.2f}/s")
     for name, value in _speed_rows(measure(log, slo=setting.slo)):
         click.echo(f"{name:<28}  {value}")

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from nv_core.sim.cli.output_file import OutputFile
-from nv_core.sim.cli.setting import Setting, setting_options
+from nv_core.sim.cli.setting import make_setting, setting_options
 from nv_core.sim.metrics import SLO
 from nv_core.sim.perfetto import write_perfetto
 from nv_core.sim.plots import SUFFIXES, plot_cdfs, plot_timeline
@@ -23,7 +23,7 @@ _PICTURE = OutputFile(SUFFIXES)
 
 @click.command(short_help="Simulate a workload under one policy.")
 @setting_options
-@click.option("--policy", "-p", default="mixed", show_default=True, help="See nv-sim compare.")
+@click.option("--policy", "-p", help="See nv-sim compare.  [default: mixed, or the log's]")
 @click.option("--out", "-o", type=_FILE, help="Write an HTML report.")
 @click.option("--log", "log_path", type=_FILE, help="Write the step log (.jsonl or .jsonl.gz).")
 @click.option("--perfetto", type=_FILE, help="Write a trace for Perfetto (.json or .json.gz).")
@@ -31,7 +31,7 @@ _PICTURE = OutputFile(SUFFIXES)
 @click.option("--quiet", "-q", is_flag=True, help="Show no progress bar.")
 def run(
     *,
-    policy: str,
+    policy: str | None,
     out: Path | None,
     log_path: Path | None,
     perfetto: Path | None,
@@ -40,9 +40,9 @@ def run(
     **options: Any,  # noqa: ANN401 - the fields of Setting
 ) -> None:
     """Simulate a workload and print what came of it on one screen."""
-    setting = Setting(**options)
+    setting = make_setting(options, policy=policy)
     workload = setting.make_workload()
-    log = setting.simulate(workload, policy, log_path=log_path, quiet=quiet)
+    log = setting.simulate(workload, setting.policy, log_path=log_path, quiet=quiet)
     click.echo(summarise(log, slo=setting.slo))
     _write(log, slo=setting.slo, out=out, perfetto=perfetto, plot=plot)
 
@@ -69,7 +69,7 @@ def compare(
     **options: Any,  # noqa: ANN401 - the fields of Setting
 ) -> None:
     """Simulate the same requests under each policy and print the metrics side by side."""
-    setting = Setting(**options)
+    setting = make_setting(options, policy=policies[0])
     workload = setting.make_workload()
     logs = {policy: setting.simulate(workload, policy, quiet=quiet) for policy in policies}
     click.echo(compare_table(logs, slo=setting.slo))

@@ -6,19 +6,21 @@ import importlib
 import importlib.util
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 from tqdm import tqdm
 
 from nv_core.config import SchedulerConfig
 from nv_core.errors import ConfigError
 from nv_core.policies import SHIPPED_POLICIES, Policy
 from nv_core.sim.capacity import Capacity, plan_capacity
+from nv_core.sim.cli.log_defaults import take_defaults
 from nv_core.sim.fit import fit
 from nv_core.sim.hardware import HARDWARE, Hardware, find_hardware
 from nv_core.sim.latency import LatencyModel, RooflineLatency
@@ -36,6 +38,19 @@ RECORDED_BLOCKS = 8_192
 """Block tables are recorded for pools up to this size, since larger ones are not drawn."""
 
 
+@dataclass(frozen=True)
+class FittedTimes:
+    """Times of a log's steps.
+
+    Attributes:
+        latency: The model that was fitted to them.
+        device: What ran the steps, in words.
+    """
+
+    latency: LatencyModel
+    device: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     """The shared options; see their help texts."""
@@ -44,10 +59,11 @@ class Setting:
     num_requests: int | None
     rate: float | None
     seed: int
-    model: str
+    model: str | ModelShape
     gpu: str
     tensor_parallel_size: int
-    fit_log: Path | None
+    policy: str
+    fitted: FittedTimes | None
     num_blocks: int | None
     block_size: int
     max_num_seqs: int
@@ -70,12 +86,19 @@ class Setting:
     @property
     def shape(self) -> ModelShape:
         """The model."""
-        return load_shape(self.model)
+        return load_shape(self.model) if isinstance(self.model, str) else self.model
 
     @property
     def hardware(self) -> Hardware:
         """The GPU."""
         return find_hardware(self.gpu)
+
+    @property
+    def device(self) -> str:
+        """What the times are of, in words."""
+        if self.fitted is not None:
+            return self.fitted.device
+        return f"{self.tensor_parallel_size} x {self.gpu}"
 
     def make_workload(self, seed: int | None = None) -> Workload:
         """Makes or reads the requests, and says how many lines could not be read."""
@@ -116,7 +139,7 @@ class Setting:
         capacity = self.make_capacity()
         if capacity.num_blocks < 1:
             raise ConfigError(
-                f"{self.model} does not fit {self.tensor_parallel_size} x {self.gpu}; "
+                f"{self.shape.name} does not fit {self.tensor_parallel_size} x {self.gpu}; "
                 "see nv-sim plan"
             )
         return SchedulerConfig(
@@ -131,14 +154,8 @@ class Setting:
 
     def make_latency(self) -> LatencyModel:
         """Makes the latency model: fitted to a log if there is one, else from the data sheets."""
-        if self.fit_log is not None:
-            fitted = fit(read_step_log(self.fit_log))
-            click.echo(
-                f"fitted to {fitted.num_steps} steps; error on steps held out "
-                f"{fitted.held_out_error:.1%}",
-                err=True,
-            )
-            return fitted.latency
+        if self.fitted is not None:
+            return self.fitted.latency
         return RooflineLatency(
             self.shape, self.hardware, tensor_parallel_size=self.tensor_parallel_size
         )
@@ -148,7 +165,7 @@ class Setting:
     ) -> StepLog:
         """Runs the workload under a policy, with a progress bar on standard error."""
         config = self.make_config(load_policy(policy))
-        device = f"{self.tensor_parallel_size} x {self.gpu}, simulated"
+        device = f"{self.device}, simulated"
         bar = tqdm(total=len(workload), desc=policy, disable=quiet, leave=False)
 
         def on_progress(num_ended: int, total: int) -> None:
@@ -179,6 +196,35 @@ class Setting:
                 sinks=sinks,
                 on_progress=on_progress,
             )
+
+
+def make_setting(options: Mapping[str, Any], *, policy: str | None = None) -> Setting:
+    """Makes the setting of a command; says what of it is of the log that `--fit-log` names.
+
+    Args:
+        options: Values of the shared options by name.
+        policy: What the user gave; None for the log's, or else "mixed".
+
+    Raises:
+        NvError: The log cannot be read or has too few steps.
+        OSError: Its file cannot be read.
+    """
+    values = {**options, "policy": "mixed" if policy is None else policy, "fitted": None}
+    path = values.pop("fit_log")
+    if path is None:
+        return Setting(**values)
+    log = read_step_log(path)
+    found = fit(log)
+    source = click.get_current_context().get_parameter_source
+    given = {name for name in options if source(name) is ParameterSource.COMMANDLINE}
+    values, notes = take_defaults(
+        values, log.header, given if policy is None else {*given, "policy"}
+    )
+    error = f"error on steps held out {found.held_out_error:.1%}"
+    for note in (f"fitted to {found.num_steps} steps of {path}; {error}", *notes):
+        click.echo(note, err=True)
+    device = f"steps of {log.header.device or 'an unknown device'}"
+    return Setting(**{**values, "fitted": FittedTimes(found.latency, device)})
 
 
 def load_shape(name: str) -> ModelShape:
@@ -262,7 +308,8 @@ _OPTIONS = (
     click.option(
         "--fit-log",
         type=click.Path(path_type=Path),
-        help="An engine's step log to fit the times to, instead of the model's and GPU's sheets.",
+        help="An engine's step log: the times are fitted to it instead of taken from the model's "
+        "and GPU's sheets, and its limits, policy and model are the defaults.",
     ),
     click.option("--num-blocks", type=int, help="KV blocks, instead of what the GPU holds."),
     click.option("--block-size", type=int, default=16, show_default=True),
