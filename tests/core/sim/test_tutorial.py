@@ -13,6 +13,7 @@ from nv_core.sim.cli import main
 
 DOCS = Path(__file__).parents[3] / "docs"
 TUTORIAL = (DOCS / "write_a_policy.md").read_text("utf-8")
+README = (DOCS.parent / "README.md").read_text("utf-8")
 REFERENCE = (DOCS / "simulator.md").read_text("utf-8")
 
 SNIPPETS: list[tuple[str, str]] = re.findall(
@@ -50,6 +51,21 @@ def test_the_commands_of_the_pages_run(
     assert commands
     for command in commands:
         assert main(shlex.split(command)[1:]) == 0, command
+
+
+def test_the_example_of_the_readme_shows_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (command,) = re.findall(r"```bash\nnv-sim (.*)\n```", README)
+    assert main(shlex.split(command)) == 0
+    (row,) = re.findall("TTFT.*", capsys.readouterr().out)
+    p90s = [cell.split(" / ")[2] for cell in re.split(r"  +", row)[1:]]
+    mixed, fair = (float(p90.removesuffix(" ms")) / 1000 for p90 in p90s)
+    assert f"within {fair:.2f} s under `fair` and within {mixed:.1f} s under `mixed`" in (
+        README.replace("\n", " ")
+    )
+    assert (tmp_path / "policies.html").exists()
 
 
 def test_the_reference_names_everything_that_there_is() -> None:
