@@ -323,3 +323,19 @@ def test_the_pool_is_no_larger_than_all_sequences_can_use() -> None:
         find_model("qwen3-0.6b"), find_hardware("h200"), max_num_seqs=2, max_model_len=1000
     )
     assert capacity.num_blocks == 2 * math.ceil(1000 / 16)
+
+
+@pytest.mark.parametrize(
+    ("name", "fitting"), [("qwen3-8b", [1, 2, 4, 8, 16, 32]), ("llama-3.2-3b", [1, 2, 4, 8])]
+)
+def test_only_so_many_gpus_share_a_model_as_the_engine_lets(name: str, fitting: list[int]) -> None:
+    model, gpu = find_model(name), find_hardware("h100")
+    for size in range(34):
+        if size in fitting:
+            RooflineLatency(model, gpu, tensor_parallel_size=size)
+            plan_capacity(model, gpu, tensor_parallel_size=size)
+            continue
+        with pytest.raises(ConfigError, match="tensor_parallel_size"):
+            RooflineLatency(model, gpu, tensor_parallel_size=size)
+        with pytest.raises(ConfigError, match="tensor_parallel_size"):
+            plan_capacity(model, gpu, tensor_parallel_size=size)

@@ -287,6 +287,12 @@ def test_lines_that_were_left_out_are_said(nv_sim: Run, tmp_path: Path) -> None:
         (("run", "-m", "llama-3-70b", "--gpu", "h100"), "does not fit 1 x h100"),
         (("report", "nowhere.jsonl"), "nowhere.jsonl"),
         (("run", "--rate", "-1"), "rate_per_s must be positive"),
+        (("run", "--rate", "1e-320"), "rate_per_s"),
+        (("run", "--tp", "3"), "num_heads = 32 is not a multiple of it"),
+        (("plan", "qwen3-8b", "--tp", "5"), "tensor_parallel_size = 5 cannot share qwen3-8b"),
+        (("run", "-w", "."), "directory"),
+        (("run", "-m", "."), "config.json"),
+        (("run", "--fit-log", "."), "directory"),
     ],
 )
 def test_errors_are_one_line(nv_sim: Run, arguments: tuple[str, ...], message: str) -> None:
@@ -296,6 +302,122 @@ def test_errors_are_one_line(nv_sim: Run, arguments: tuple[str, ...], message: s
     assert err.startswith("nv-sim: ")
     assert message in err
     assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("option", ["--workload", "--model", "--fit-log", "report"])
+@pytest.mark.parametrize("content", [bytes(range(256)), b"[1]", b'{"hidden_size": "x"}', b""])
+def test_a_file_of_another_kind_is_refused_in_a_line(
+    nv_sim: Run, tmp_path: Path, option: str, content: bytes
+) -> None:
+    path = tmp_path / "thing"
+    path.write_bytes(content)
+    command = ("report", path) if option == "report" else ("run", "-q", option, path)
+    status, out, err = nv_sim(*command)
+    assert (status, out) == (1, "")
+    assert err.startswith("nv-sim: ")
+    assert "thing" in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--num-requests", -1),
+        ("--num-requests", 0),
+        ("--block-size", 0),
+        ("--num-blocks", 0),
+        ("--max-num-seqs", 0),
+        ("--max-num-batched-tokens", -3),
+        ("--max-model-len", 1),
+        ("--tensor-parallel-size", 0),
+    ],
+)
+def test_a_number_out_of_range_names_its_option(nv_sim: Run, option: str, value: int) -> None:
+    status, out, err = nv_sim("run", option, value)
+    assert (status, out) == (2, "")
+    assert f"Invalid value for '{option}'" in err
+    assert str(value) in err
+
+
+POLICIES = """
+from nv_core import Mixed
+
+
+class Bad(Mixed):
+    def schedule(self, step):
+        self.divide()
+
+    def divide(self):
+        return 1 // 0
+
+
+class Unmade(Mixed):
+    def __init__(self):
+        raise KeyError("what")
+"""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("run", *SMALL), ("sweep", *SMALL[:-1], "--ttft-ms", 9, "--seeds", 2, "--jobs", 2)],
+    ids=["run", "sweep"],
+)
+def test_a_policy_that_raises_is_shown_where(
+    nv_sim: Run, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(POLICIES, encoding="utf-8")
+    status, _, err = nv_sim(*command, "-p", f"{path}:Bad")
+    assert status == 1
+    lines = err[err.index("nv-sim: ") :].splitlines()
+    assert lines[0] == f"nv-sim: policy '{path}:Bad' raised:"
+    assert lines[1] == f'  File "{path}", line 7, in schedule'
+    assert lines[-1] == "ZeroDivisionError: integer division or modulo by zero"
+    assert [line for line in lines if "File" in line and str(path) not in line] == []
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [(POLICIES, "KeyError: 'what' ("), ("\n1 / 0\n", "ZeroDivision"), ("def f(:", "SyntaxError")],
+)
+def test_a_policy_that_cannot_be_made_says_why(
+    nv_sim: Run, tmp_path: Path, source: str, message: str
+) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(source, encoding="utf-8")
+    status, _, err = nv_sim("run", *SMALL, "-p", f"{path}:Unmade")
+    assert status == 1
+    assert len(err.splitlines()) == 1
+    assert message in err
+    assert "mine.py, line" in err
+
+
+def test_one_policy_is_simulated_once(nv_sim: Run) -> None:
+    status, _, err = nv_sim("run", *SMALL, "-p", "mixed", "-p", "fair")
+    assert status == 2
+    assert "run simulates one policy, got mixed, fair; nv-sim compare takes several" in err
+    status, out, err = nv_sim("compare", *SMALL, "-p", "fair", "-p", "mixed", "-p", "fair")
+    assert status == 0
+    assert out.splitlines()[0].split() == ["fair", "mixed"]
+    assert "policy fair was given more than once" in err
+
+
+def test_logs_of_one_name_are_two(nv_sim: Run, tmp_path: Path) -> None:
+    paths = [tmp_path / name / "l.jsonl" for name in ("a", "b")]
+    for path in paths:
+        path.parent.mkdir()
+        assert nv_sim("run", *SMALL, "--log", path)[0] == 0
+    status, out, _ = nv_sim("report", *paths)
+    assert status == 0
+    assert out.splitlines()[0].split() == [str(path) for path in paths]
+
+
+@pytest.mark.parametrize("command", [("run",), ("compare", "-p", "fair")])
+def test_why_nothing_was_served_is_said(nv_sim: Run, command: tuple[str, ...]) -> None:
+    status, _, err = nv_sim(*command, *SMALL, "--max-model-len", 2)
+    assert status == 0
+    assert "none of the 20 requests was served; the first because: a prompt of" in err
+    assert "max_model_len = 2" in err
 
 
 @pytest.mark.parametrize(

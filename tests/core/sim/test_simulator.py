@@ -326,5 +326,5 @@ def test_a_prompt_that_cannot_be_served_is_never_made(*, caching: bool) -> None:
     log = simulate(workload, config, ConstantLatency(0.1))
     (rejected,) = log.rejected
     assert "1000000000000000 tokens" in str(rejected.message)
-    assert "19" in str(rejected.message)
+    assert "max_model_len = 20" in str(rejected.message)
     assert [request.finish_reason for request in log.requests.values()] == ["length"]

@@ -85,11 +85,9 @@ def plan_capacity(
     Raises:
         ConfigError: A value makes no sense.
     """
-    if not 0 < memory_share <= 1 or tensor_parallel_size < 1:
-        raise ConfigError(
-            f"memory_share must be in (0, 1] and tensor_parallel_size at least 1, got "
-            f"{memory_share!r} and {tensor_parallel_size!r}"
-        )
+    if not 0 < memory_share <= 1:
+        raise ConfigError(f"memory_share must be in (0, 1], got {memory_share!r}")
+    model.check_ranks(tensor_parallel_size)
     ranks = tensor_parallel_size
     memory = int(hardware.memory_bytes * memory_share) * ranks
     heads = (3 * model.num_heads + 4 * model.num_kv_heads) * model.head_dim

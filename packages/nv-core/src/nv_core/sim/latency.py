@@ -139,6 +139,7 @@ class RooflineLatency:
                 f"tensor_parallel_size must be at least 1, and 1 on hardware without a link, got "
                 f"{tensor_parallel_size!r} on {hardware.name}"
             )
+        model.check_ranks(tensor_parallel_size)
         self.model = model
         self.hardware = hardware
         ranks = tensor_parallel_size

@@ -88,6 +88,35 @@ class ModelShape:
         except TypeError as error:
             raise ConfigError(f"the log's header holds no model: {error}") from error
 
+    def check_ranks(self, tensor_parallel_size: int) -> None:
+        """Checks that so many GPUs can share it, by the engine's rules.
+
+        Query heads and the MLP's width must divide; key/value heads must divide, or be shared by
+        as many neighbouring ranks each.
+
+        Raises:
+            ConfigError: A count does not divide; the message names every such count.
+        """
+        size = tensor_parallel_size
+        if size < 1:
+            raise ConfigError(f"tensor_parallel_size must be at least 1, got {size!r}")
+        problems = [
+            f"{name} = {count} is not a multiple of it"
+            for name, count in (
+                ("num_heads", self.num_heads),
+                ("intermediate_size", self.intermediate_size),
+            )
+            if count % size
+        ]
+        if self.num_kv_heads % size and size % self.num_kv_heads:
+            problems.append(
+                f"num_kv_heads = {self.num_kv_heads} is neither a multiple nor a divisor of it"
+            )
+        if problems:
+            raise ConfigError(
+                f"tensor_parallel_size = {size} cannot share {self.name}: {'; '.join(problems)}"
+            )
+
     def as_dict(self) -> dict[str, Any]:
         """Returns the fields, as a step log's header holds them."""
         return asdict(self)

@@ -92,10 +92,14 @@ def simulate(
     return log
 
 
-def _too_long(num_prompt_tokens: int, longest: int) -> str:
+def _too_long(num_prompt_tokens: int, longest: int, config: SchedulerConfig) -> str:
+    if config.max_model_len == longest + 1:
+        limit = f"max_model_len = {config.max_model_len}"
+    else:
+        limit = f"num_blocks = {config.num_blocks} of {config.block_size} tokens"
     return (
-        f"a prompt of {num_prompt_tokens} tokens can never fit: num_blocks x block_size and "
-        f"max_model_len leave room for {longest}; shorten it or raise the limit"
+        f"a prompt of {num_prompt_tokens} tokens can never fit {limit}; shorten it to {longest} "
+        "or raise that limit"
     )
 
 
@@ -170,7 +174,8 @@ class _Simulation:
         longest = self.scheduler.max_prompt_tokens
         if request.num_prompt_tokens > longest:
             # Before its prompt is made: there is no end to the length that a trace can name.
-            self._reject(name, request, _too_long(request.num_prompt_tokens, longest))
+            message = _too_long(request.num_prompt_tokens, longest, self.scheduler.config)
+            self._reject(name, request, message)
             return
         # Without a prefix cache nobody looks at the tokens, and small numbers cost no memory.
         looks = self.scheduler.config.enable_prefix_caching or request.prompt_token_ids is not None

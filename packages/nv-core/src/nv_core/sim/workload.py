@@ -142,7 +142,7 @@ class Workload:
                 f"{rate_per_s!r} for {len(self)} requests within {self.duration_s:g} s"
             )
         factor = rate_per_s / self.rate_per_s
-        if not factor > 0:
+        if not factor > 0 or not isfinite(self.requests[-1].arrival_s / factor):
             raise ConfigError(
                 f"rate_per_s {rate_per_s!r} is too far from {self.rate_per_s:g}, the rate that the "
                 "requests have, for a finite time to each; it must be larger"
@@ -161,7 +161,7 @@ class Workload:
         if self.requests and not isfinite(self.requests[-1].arrival_s / factor):
             raise ConfigError(
                 f"{factor!r} times as fast, the last request would come at no finite time; "
-                "the factor or rate must be larger"
+                "factor must be larger"
             )
         moved = [replace(r, arrival_s=r.arrival_s / factor) for r in self.requests]
         return replace(self, requests=tuple(moved))

@@ -11,11 +11,12 @@ import click
 
 from nv_core.sim.capacity import Capacity
 from nv_core.sim.cli.output_file import OutputFile
+from nv_core.sim.cli.policies import distinct, failures_of, load_policy
 from nv_core.sim.cli.setting import (
     Setting,
-    load_policy,
     make_setting,
     options_but_model,
+    say_if_none_served,
     setting_options,
 )
 from nv_core.sim.metrics import Metrics, format_ms, latency_rows, measure
@@ -37,8 +38,14 @@ from nv_core.sim.sweep import RatePoint, find_highest_rate
 @click.option("--low", type=float, default=0.1, show_default=True, help="Lowest rate to try.")
 @click.option("--high", type=float, default=200.0, show_default=True, help="Highest rate to try.")
 @click.option("--tolerance", type=float, default=0.05, show_default=True)
-@click.option("--seeds", type=int, default=3, show_default=True, help="Workloads for each rate.")
-@click.option("--jobs", type=int, help="Processes; by default one for each core.")
+@click.option(
+    "--seeds",
+    type=click.IntRange(min=1),
+    default=3,
+    show_default=True,
+    help="Workloads for each rate.",
+)
+@click.option("--jobs", type=click.IntRange(min=1), help="Processes; by default one for each core.")
 @click.option(
     "--plot", type=OutputFile(SUFFIXES), help="Draw attainment against rate (.png, .svg or .pdf)."
 )
@@ -69,21 +76,23 @@ def sweep(
         click.echo(f"  {point.rate_per_s:9.3f}/s  {point.attainment:6.1%}  ({spread})", err=True)
 
     curves = {}
-    for policy in policies or (setting.policy,):
+    for policy in distinct(policies or (setting.policy,)):
         click.echo(f"{policy}: {setting.slo}, for {target:.0%} of the requests", err=True)
-        found = find_highest_rate(
-            workloads,
-            setting.make_config(load_policy(policy)),
-            latency,
-            slo=setting.slo,
-            target=target,
-            low_per_s=low,
-            high_per_s=high,
-            tolerance=tolerance,
-            num_steps_ahead=setting.steps_ahead,
-            num_processes=jobs or os.cpu_count() or 1,
-            on_point=on_point,
-        )
+        made = load_policy(policy)
+        with failures_of(policy, made):
+            found = find_highest_rate(
+                workloads,
+                setting.make_config(made),
+                latency,
+                slo=setting.slo,
+                target=target,
+                low_per_s=low,
+                high_per_s=high,
+                tolerance=tolerance,
+                num_steps_ahead=setting.steps_ahead,
+                num_processes=jobs or os.cpu_count() or 1,
+                on_point=on_point,
+            )
         curves[policy] = found.points
         click.echo(f"{policy}: {found.rate_per_s:.3f} requests/s")
     if plot is not None:
@@ -110,6 +119,7 @@ def plan(*, model: str, **options: Any) -> None:  # noqa: ANN401 - the fields of
         setting = replace(setting, num_requests=500)
     workload = setting.make_workload()
     log = setting.simulate(workload, setting.policy, quiet=True)
+    say_if_none_served(log)
     click.echo(f"\n{len(workload)} requests of {workload.name}, {workload.rate_per_s:.2f}/s")
     for name, value in _speed_rows(measure(log, slo=setting.slo)):
         click.echo(f"{name:<28}  {value}")

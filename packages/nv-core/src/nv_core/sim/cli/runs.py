@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import click
 
 from nv_core.sim.cli.output_file import OutputFile
-from nv_core.sim.cli.setting import make_setting, setting_options
+from nv_core.sim.cli.policies import distinct
+from nv_core.sim.cli.setting import make_setting, read_log, say_if_none_served, setting_options
 from nv_core.sim.metrics import SLO
 from nv_core.sim.perfetto import write_perfetto
 from nv_core.sim.plots import SUFFIXES, plot_cdfs, plot_timeline
 from nv_core.sim.report import write_report
 from nv_core.sim.summary import compare_table, summarise
-from nv_core.step_log import StepLog, read_step_log
+from nv_core.step_log import StepLog
 
 _LOG = click.Path(path_type=Path, dir_okay=False)
 _FILE = OutputFile()
@@ -23,7 +25,13 @@ _PICTURE = OutputFile(SUFFIXES)
 
 @click.command(short_help="Simulate a workload under one policy.")
 @setting_options
-@click.option("--policy", "-p", help="See nv-sim compare.  [default: mixed, or the log's]")
+@click.option(
+    "--policy",
+    "-p",
+    "policies",
+    multiple=True,
+    help="See nv-sim compare.  [default: mixed, or the log's]",
+)
 @click.option("--out", "-o", type=_FILE, help="Write an HTML report.")
 @click.option("--log", "log_path", type=_FILE, help="Write the step log (.jsonl or .jsonl.gz).")
 @click.option("--perfetto", type=_FILE, help="Write a trace for Perfetto (.json or .json.gz).")
@@ -31,7 +39,7 @@ _PICTURE = OutputFile(SUFFIXES)
 @click.option("--quiet", "-q", is_flag=True, help="Show no progress bar.")
 def run(
     *,
-    policy: str | None,
+    policies: tuple[str, ...],
     out: Path | None,
     log_path: Path | None,
     perfetto: Path | None,
@@ -40,10 +48,15 @@ def run(
     **options: Any,  # noqa: ANN401 - the fields of Setting
 ) -> None:
     """Simulate a workload and print what came of it on one screen."""
-    setting = make_setting(options, policy=policy)
+    if len(policies) > 1:
+        raise click.UsageError(
+            f"run simulates one policy, got {', '.join(policies)}; nv-sim compare takes several"
+        )
+    setting = make_setting(options, policy=policies[0] if policies else None)
     workload = setting.make_workload()
     log = setting.simulate(workload, setting.policy, log_path=log_path, quiet=quiet)
     click.echo(summarise(log, slo=setting.slo))
+    say_if_none_served(log)
     _write(log, slo=setting.slo, out=out, perfetto=perfetto, plot=plot)
 
 
@@ -69,10 +82,13 @@ def compare(
     **options: Any,  # noqa: ANN401 - the fields of Setting
 ) -> None:
     """Simulate the same requests under each policy and print the metrics side by side."""
+    policies = distinct(policies)
     setting = make_setting(options, policy=policies[0])
     workload = setting.make_workload()
     logs = {policy: setting.simulate(workload, policy, quiet=quiet) for policy in policies}
     click.echo(compare_table(logs, slo=setting.slo))
+    for policy, log in logs.items():
+        say_if_none_served(log, f"{policy}: ")
     if out is not None:
         _say(write_report(logs, out, slo=setting.slo))
     if plot is not None:
@@ -100,7 +116,11 @@ def report(
     """Print what step logs say, and draw them. LOGS are files of LLM(step_log=...) or --log."""
     ttft, tpot, e2e = (None if ms is None else ms / 1000 for ms in (ttft_ms, tpot_ms, e2e_ms))
     slo = SLO(ttft_s=ttft, tpot_s=tpot, e2e_s=e2e)
-    named = {path.name: read_step_log(path) for path in logs}
+    paths = dict.fromkeys(logs)
+    num_named = Counter(path.name for path in paths)
+    named = {
+        path.name if num_named[path.name] == 1 else str(path): read_log(path) for path in paths
+    }
     first = next(iter(named.values()))
     for name, log in named.items():
         if log.is_truncated:

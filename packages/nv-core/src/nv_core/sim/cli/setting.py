@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import json
-import sys
+import zlib
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -18,19 +16,20 @@ from tqdm import tqdm
 
 from nv_core.config import SchedulerConfig
 from nv_core.errors import ConfigError
-from nv_core.policies import SHIPPED_POLICIES, Policy
+from nv_core.policies import Policy
 from nv_core.sim.capacity import Capacity, plan_capacity
 from nv_core.sim.cli.log_defaults import take_defaults
+from nv_core.sim.cli.policies import failures_of, load_policy
 from nv_core.sim.fit import fit
 from nv_core.sim.hardware import HARDWARE, Hardware, find_hardware
 from nv_core.sim.latency import LatencyModel, RooflineLatency
-from nv_core.sim.metrics import SLO
+from nv_core.sim.metrics import SERVED, SLO
 from nv_core.sim.model_shape import MODELS, ModelShape, find_model
 from nv_core.sim.readers import read_workload
 from nv_core.sim.simulator import simulate
 from nv_core.sim.synthetic import LOOK_ALIKES
 from nv_core.sim.workload import Workload
-from nv_core.step_log import LogHeader, StepLog, StepLogWriter, read_step_log
+from nv_core.step_log import LogHeader, StepLog, StepLogError, StepLogWriter, read_step_log
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -164,7 +163,8 @@ class Setting:
         self, workload: Workload, policy: str, *, log_path: Path | None = None, quiet: bool
     ) -> StepLog:
         """Runs the workload under a policy, with a progress bar on standard error."""
-        config = self.make_config(load_policy(policy))
+        made = load_policy(policy)
+        config = self.make_config(made)
         device = f"{self.device}, simulated"
         bar = tqdm(total=len(workload), desc=policy, disable=quiet, leave=False)
 
@@ -174,6 +174,7 @@ class Setting:
 
         latency = self.make_latency()
         with ExitStack() as stack:
+            stack.enter_context(failures_of(policy, made))
             stack.enter_context(closing(bar))
             sinks = []
             if log_path is not None:
@@ -213,7 +214,7 @@ def make_setting(options: Mapping[str, Any], *, policy: str | None = None) -> Se
     path = values.pop("fit_log")
     if path is None:
         return Setting(**values)
-    log = read_step_log(path)
+    log = read_log(path)
     found = fit(log)
     source = click.get_current_context().get_parameter_source
     given = {name for name in options if source(name) is ParameterSource.COMMANDLINE}
@@ -225,6 +226,40 @@ def make_setting(options: Mapping[str, Any], *, policy: str | None = None) -> Se
         click.echo(note, err=True)
     device = f"steps of {log.header.device or 'an unknown device'}"
     return Setting(**{**values, "fitted": FittedTimes(found.latency, device)})
+
+
+def read_log(path: Path) -> StepLog:
+    """Reads a step log.
+
+    Raises:
+        StepLogError: It is none.
+        OSError: It cannot be read.
+    """
+    try:
+        return read_step_log(path)
+    except (UnicodeDecodeError, EOFError, zlib.error) as error:
+        raise StepLogError(
+            f"{path} is no step log, or is cut within its packing: {error}"
+        ) from error
+
+
+def say_if_none_served(log: StepLog, prefix: str = "") -> None:
+    """Says on standard error why no request was served, if none was."""
+    requests = log.all_requests
+    if any(request.finish_reason in SERVED for request in requests):
+        return
+    first = next((request.message for request in requests if request.message), "no reason given")
+    click.echo(
+        f"{prefix}none of the {len(requests)} requests was served; the first because: {first}",
+        err=True,
+    )
+
+
+_NO_CONFIG = (
+    *(ValueError, TypeError, AttributeError, KeyError),
+    *(ZeroDivisionError, OverflowError, RecursionError),
+)
+"""What a JSON file of anything else raises while sizes are looked for in it."""
 
 
 def load_shape(name: str) -> ModelShape:
@@ -240,50 +275,11 @@ def load_shape(name: str) -> ModelShape:
         path = path / "config.json"
     try:
         return ModelShape.from_config(json.loads(path.read_text("utf-8")), name=Path(name).name)
-    except ValueError as error:
+    except _NO_CONFIG as error:
         raise ConfigError(f"{path} is no config of a model: {error}") from error
 
 
-def load_policy(text: str) -> str | Policy:
-    """Returns a policy by its name, or makes one: `module:Class` or `file.py:Class`.
-
-    Raises:
-        ConfigError: There is no such policy.
-    """
-    if text in SHIPPED_POLICIES:
-        return text
-    source, colon, name = text.rpartition(":")
-    if not colon:
-        raise ConfigError(
-            f"policy must be one of {', '.join(SHIPPED_POLICIES)}, or module:Class, or "
-            f"file.py:Class, got {text!r}"
-        )
-    try:
-        module = _load_file(Path(source)) if source.endswith(".py") else _load_module(source)
-        policy = getattr(module, name)()
-    except (ImportError, AttributeError, TypeError, OSError) as error:
-        raise ConfigError(f"policy {text!r} cannot be made: {error}") from error
-    if not callable(getattr(policy, "schedule", None)):
-        raise ConfigError(f"policy {text!r} has no method schedule(step)")
-    made: Policy = policy
-    return made
-
-
-def _load_module(name: str) -> Any:  # noqa: ANN401 - whatever the module holds
-    return importlib.import_module(name)
-
-
-def _load_file(path: Path) -> Any:  # noqa: ANN401 - whatever the module holds
-    name = f"nv_sim_policy_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None or not path.exists():
-        raise ImportError(f"there is no file {path}")
-    module = importlib.util.module_from_spec(spec)
-    # Processes of a sweep look the class up by the name of its module.
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
+_COUNT = click.IntRange(min=1)
 
 _MODEL = click.option(
     "--model",
@@ -300,22 +296,22 @@ _OPTIONS = (
         show_default=True,
         help=f"A trace or table, or one of {', '.join(LOOK_ALIKES)}.",
     ),
-    click.option("--num-requests", "-n", type=int, help="Only so many requests."),
+    click.option("--num-requests", "-n", type=_COUNT, help="Only so many requests."),
     click.option("--rate", type=float, help="Mean requests per second, instead of the trace's."),
     click.option("--seed", type=int, default=0, show_default=True),
     click.option("--gpu", type=click.Choice(list(HARDWARE)), default="h200", show_default=True),
-    click.option("--tensor-parallel-size", "--tp", type=int, default=1, show_default=True),
+    click.option("--tensor-parallel-size", "--tp", type=_COUNT, default=1, show_default=True),
     click.option(
         "--fit-log",
         type=click.Path(path_type=Path),
         help="An engine's step log: the times are fitted to it instead of taken from the model's "
         "and GPU's sheets, and its limits, policy and model are the defaults.",
     ),
-    click.option("--num-blocks", type=int, help="KV blocks, instead of what the GPU holds."),
-    click.option("--block-size", type=int, default=16, show_default=True),
-    click.option("--max-num-seqs", type=int, default=256, show_default=True),
-    click.option("--max-num-batched-tokens", type=int, default=8192, show_default=True),
-    click.option("--max-model-len", type=int, help="Most tokens of a sequence."),
+    click.option("--num-blocks", type=_COUNT, help="KV blocks, instead of what the GPU holds."),
+    click.option("--block-size", type=_COUNT, default=16, show_default=True),
+    click.option("--max-num-seqs", type=_COUNT, default=256, show_default=True),
+    click.option("--max-num-batched-tokens", type=_COUNT, default=8192, show_default=True),
+    click.option("--max-model-len", type=click.IntRange(min=2), help="Most tokens of a sequence."),
     click.option("--prefix-caching/--no-prefix-caching", default=True, show_default=True),
     click.option(
         "--steps-ahead",
