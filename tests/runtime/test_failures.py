@@ -14,6 +14,7 @@ from nv_core.policies import Mixed
 from nv_runtime import LLM
 from nv_runtime.device_batch import DeviceBatch
 from nv_runtime.model_runner import ModelRunner
+from nv_runtime.one_thread import OneThread
 from nv_runtime.request import Request
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -337,7 +338,7 @@ def test_closing_a_stream_ends_nobody_who_has_its_old_name(llm: LLM) -> None:
     engine = llm._open_parts().engine
     prompt = TokenizedPrompt(None, [1, 2, 3])
     short = engine.add_request(prompt, GREEDY.clone(max_tokens=1), request_id="a")
-    stream = OutputStream(engine, [short])
+    stream = OutputStream(engine, [short], OneThread())
     while not short.is_finished:
         engine.step()
     other = engine.add_request(prompt, GREEDY, request_id="a")

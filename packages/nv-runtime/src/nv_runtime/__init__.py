@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from nv_runtime.async_llm import AsyncLLM
     from nv_runtime.engine_config import EngineConfig
     from nv_runtime.llm import LLM
+    from nv_runtime.one_thread import ConcurrentUseError
     from nv_runtime.outputs import CompletionOutput, RequestMetrics, RequestOutput
     from nv_runtime.prompt import TextPrompt, TokensPrompt
     from nv_runtime.ranks.errors import RankError
@@ -32,6 +33,7 @@ __all__ = [
     "AsyncLLM",
     "CapacityError",
     "CompletionOutput",
+    "ConcurrentUseError",
     "ConfigError",
     "EngineConfig",
     "EngineDeadError",
@@ -51,6 +53,7 @@ _HOME_OF = {
     "LLM": "nv_runtime.llm",
     "AsyncLLM": "nv_runtime.async_llm",
     "EngineConfig": "nv_runtime.engine_config",
+    "ConcurrentUseError": "nv_runtime.one_thread",
     "CompletionOutput": "nv_runtime.outputs",
     "RequestMetrics": "nv_runtime.outputs",
     "RequestOutput": "nv_runtime.outputs",

@@ -17,6 +17,7 @@ from nv_runtime.engine import Engine
 from nv_runtime.engine_stats import require_stats
 from nv_runtime.interrupts import interrupts_deferred
 from nv_runtime.metrics import Metric
+from nv_runtime.one_thread import OneThread
 from nv_runtime.outputs import RequestOutput
 from nv_runtime.prompt import (
     Prompt,
@@ -41,8 +42,10 @@ _DECODE_TURNS = 32
 class LLM:
     """Generates text with one model.
 
-    Not thread-safe: use one `LLM` from one thread. Several iterators of `stream` may be open at
-    once; whichever is advanced drives the requests of all.
+    One thread at a time: a second one that calls `generate`, `chat` or `stream`, or advances a
+    stream, while another is inside gets a `ConcurrentUseError`; `AsyncLLM` serves many callers.
+    Several iterators of `stream` may be open at once; whichever is advanced drives the requests of
+    all.
     """
 
     def __init__(self, model: str, **options: Any) -> None:  # noqa: ANN401 - see EngineConfig
@@ -60,6 +63,7 @@ class LLM:
         """
         self.config = engine_config_of(model, options)
         self._parts: EngineParts | None = build_engine(self.config)
+        self._one_thread = OneThread()
 
     def generate(
         self,
@@ -91,27 +95,12 @@ class LLM:
         Raises:
             RequestError: A prompt or its parameters cannot be served; none of the prompts is
                 left running.
+            ConcurrentUseError: Another thread is using this `LLM`.
         """
         refuse_unsupported(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
-        requests = self._add_requests(prompts, sampling_params, priority)
-        engine = self._open_parts().engine
-        progress = _Progress(requests, use_tqdm)
-        outputs: dict[str, RequestOutput] = {}
-        try:
-            for turn in count():
-                if not progress.is_open:
-                    break
-                engine.step()
-                # One step ahead, the device is at the next step now: text that is made here costs
-                # no time. The open requests take turns, so that little is left when they end.
-                for request in progress.open_requests[turn % _DECODE_TURNS :: _DECODE_TURNS]:
-                    request.decode_ahead()
-                for request in progress.update():
-                    outputs[request.request_id] = request.take_output()
-        finally:
-            progress.close()
-            self._abort_unfinished(requests)
-        return [outputs[request.request_id] for request in requests]
+        with self._one_thread:
+            requests = self._add_requests(prompts, sampling_params, priority)
+            return self._run(requests, use_tqdm)
 
     def chat(
         self,
@@ -151,6 +140,7 @@ class LLM:
 
         Raises:
             RequestError: A conversation cannot be rendered or served.
+            ConcurrentUseError: Another thread is using this `LLM`.
         """
         refuse_unsupported(
             lora_request=lora_request,
@@ -237,9 +227,25 @@ class LLM:
 
         Raises:
             RequestError: At the call, not at the first step: a prompt cannot be served.
+            ConcurrentUseError: Another thread is using this `LLM`, now or when the iterator is
+                advanced.
         """
-        requests = self._add_requests(prompts, sampling_params, priority)
-        return OutputStream(self._open_parts().engine, requests)
+        with self._one_thread:
+            requests = self._add_requests(prompts, sampling_params, priority)
+            return OutputStream(self._open_parts().engine, requests, self._one_thread)
+
+    def reset_prefix_cache(self) -> bool:
+        """Makes everything that was computed so far unfindable for later requests.
+
+        Returns:
+            True: requests that are running keep their blocks, so nothing stands in the way.
+
+        Raises:
+            ConcurrentUseError: Another thread is using this `LLM`.
+        """
+        with self._one_thread:
+            self._open_parts().engine.scheduler.reset_prefix_cache()
+        return True
 
     def get_tokenizer(self) -> Tokenizer:
         """Returns the model's tokenizer.
@@ -277,10 +283,15 @@ class LLM:
         return self._open_parts().max_model_len
 
     def shutdown(self) -> None:
-        """Ends all requests and frees the model's memory; calling it again does nothing."""
-        if self._parts is not None:
-            parts, self._parts = self._parts, None
-            parts.engine.close()
+        """Ends all requests and frees the model's memory; calling it again does nothing.
+
+        Raises:
+            ConcurrentUseError: Another thread is using this `LLM`.
+        """
+        with self._one_thread:
+            if self._parts is not None:
+                parts, self._parts = self._parts, None
+                parts.engine.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -317,6 +328,31 @@ class LLM:
                 raise
             raise RequestError(f"prompt {len(requests)}: {error}") from error
         return requests
+
+    def _run(
+        self,
+        requests: list[Request],
+        use_tqdm: bool | Callable[..., Any],  # noqa: FBT001 - see `generate`
+    ) -> list[RequestOutput]:
+        """Runs steps until all requests have ended."""
+        engine = self._open_parts().engine
+        progress = _Progress(requests, use_tqdm)
+        outputs: dict[str, RequestOutput] = {}
+        try:
+            for turn in count():
+                if not progress.is_open:
+                    break
+                engine.step()
+                # One step ahead, the device is at the next step now: text that is made here costs
+                # no time. The open requests take turns, so that little is left when they end.
+                for request in progress.open_requests[turn % _DECODE_TURNS :: _DECODE_TURNS]:
+                    request.decode_ahead()
+                for request in progress.update():
+                    outputs[request.request_id] = request.take_output()
+        finally:
+            progress.close()
+            self._abort_unfinished(requests)
+        return [outputs[request.request_id] for request in requests]
 
     def _open_parts(self) -> EngineParts:
         if self._parts is None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from types import TracebackType
 
 from nv_runtime.engine import Engine
+from nv_runtime.one_thread import OneThread
 from nv_runtime.outputs import RequestOutput
 from nv_runtime.request import Request
 
@@ -18,17 +19,29 @@ class OutputStream(Iterator[RequestOutput]):
     stream, leaving its `with` block or dropping it aborts the requests that are unfinished.
     """
 
-    def __init__(self, engine: Engine, requests: list[Request]) -> None:
+    def __init__(self, engine: Engine, requests: list[Request], one_thread: OneThread) -> None:
         """Takes requests that the engine has accepted.
 
         Args:
             engine: The engine.
             requests: The requests to follow.
+            one_thread: Guards the engine; shared by all that drive it.
         """
         self._engine = engine
         self._open = deque(requests)
+        self._one_thread = one_thread
 
     def __next__(self) -> RequestOutput:
+        """Runs steps until a request has news.
+
+        Raises:
+            StopIteration: All requests have ended.
+            ConcurrentUseError: Another thread is using the engine; the stream stays as it is.
+        """
+        with self._one_thread:
+            return self._next()
+
+    def _next(self) -> RequestOutput:
         while self._open:
             for _ in range(len(self._open)):
                 # Those looked at go to the end: the next call begins with the others.
@@ -44,7 +57,16 @@ class OutputStream(Iterator[RequestOutput]):
         raise StopIteration
 
     def close(self) -> None:
-        """Aborts what is unfinished; calling it again does nothing."""
+        """Aborts what is unfinished; calling it again does nothing.
+
+        Raises:
+            ConcurrentUseError: Another thread is using the engine; the stream stays as it is.
+        """
+        if self._open:
+            with self._one_thread:
+                self._abort()
+
+    def _abort(self) -> None:
         requests, self._open = self._open, deque()
         for request in requests:
             # The id of one that has ended may be another's by now.
@@ -63,4 +85,6 @@ class OutputStream(Iterator[RequestOutput]):
         self.close()
 
     def __del__(self) -> None:
-        self.close()
+        # Wherever the collector runs, perhaps in the middle of a step.
+        if self._open:
+            self._one_thread.when_free(self._abort)
