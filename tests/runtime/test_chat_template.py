@@ -403,6 +403,44 @@ def test_null_values_count_as_absent() -> None:
     assert render(body, {"role": "a", "content": None, "tool_calls": None}) == "False False"
 
 
+def silent_calls(**content: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - a content, or none
+    call = {key: value for key, value in TOOL_CALLS[1].items() if key != "content"}
+    return [TOOL_CALLS[0], {**call, **content}, TOOL_CALLS[2]]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama3"])
+@pytest.mark.parametrize("content", [{}, {"content": None}])
+def test_tool_calls_without_content_equal_transformers(
+    ours: dict[str, Tokenizer], oracles: dict[str, Any], name: str, content: dict[str, Any]
+) -> None:
+    messages = silent_calls(**content)
+    text = ours[name].apply_chat_template(messages, tools=TOOLS)
+    assert "weather" in text
+    assert text == oracles[name].apply_chat_template(
+        messages, tools=TOOLS, add_generation_prompt=True, tokenize=False
+    )
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}])
+def test_a_template_that_needs_a_content_gets_an_empty_one(
+    ours: dict[str, Tokenizer], oracles: dict[str, Any], content: dict[str, Any]
+) -> None:
+    with pytest.raises(Exception, match="content"):
+        oracles["smollm2"].apply_chat_template(silent_calls(**content), tokenize=False)
+    messages = silent_calls(**content)
+    assert ours["smollm2"].apply_chat_template(messages) == oracles["smollm2"].apply_chat_template(
+        silent_calls(content=""), add_generation_prompt=True, tokenize=False
+    )
+    assert messages == silent_calls(**content)
+
+
+def test_only_the_assistant_may_say_nothing(ours: dict[str, Tokenizer]) -> None:
+    with pytest.raises(RequestError, match=r"no attribute 'content' \(keys whose value is None"):
+        ours["smollm2"].apply_chat_template([{"role": "user", "content": None}])
+    with pytest.raises(RequestError, match="content"):
+        ours["smollm2"].apply_chat_template([{"role": "user", "text": "hi"}])
+
+
 def test_reasoning_goes_by_every_name() -> None:
     body = "{{ messages[0].reasoning_content }} {{ messages[0].thinking }}"
     for name in ("reasoning", "reasoning_content", "thinking"):
@@ -448,6 +486,20 @@ def test_refusals_are_errors_of_the_request(ours: dict[str, Tokenizer]) -> None:
         ours["smollm2"].apply_chat_template([{"role": "user", "content": 3}])
     with pytest.raises(RequestError, match="refused"):
         render("{{ messages[0].a.b }}", {"role": "user"})
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["return_tensors", "return_dict", "padding", "truncation", "max_length", "tokenizer_kwargs"],
+)
+def test_what_transformers_does_with_tokens_is_no_variable_of_a_template(
+    ours: dict[str, Tokenizer], name: str
+) -> None:
+    refused: dict[str, Any] = {name: True}
+    with pytest.raises(TypeError, match=rf"tokenize=True.* no {name}=True"):
+        ours["qwen3"].apply_chat_template([QUESTION], **refused)
+    # What asks for nothing is what callers get anyway.
+    assert ours["qwen3"].apply_chat_template([QUESTION], **{**refused, name: None})
 
 
 def test_a_missing_template_is_a_clear_error(tmp_path: Path) -> None:

@@ -96,7 +96,8 @@ class ChatTemplates:
 
         Args:
             messages: Dicts with a `role` and usually a `content` (text, or a list of text parts).
-                Left unchanged; keys whose value is None count as absent.
+                Left unchanged; keys whose value is None count as absent. What an assistant only
+                called tools with needs no content.
             add_generation_prompt: Whether the text ends with the opening of an assistant message.
             continue_final_message: Whether the text ends inside the last message, which the model
                 then carries on; excludes `add_generation_prompt`.
@@ -125,7 +126,7 @@ class ChatTemplates:
             "add_generation_prompt": add_generation_prompt,
         }
         if not continue_final_message:
-            return template.render(context)
+            return _render_with_silent_turns(template, context, chat)
         _mark_end(chat[-1])
         return _cut_at_mark(template.render(context))
 
@@ -138,6 +139,25 @@ class ChatTemplates:
                 self._compiled.clear()
             self._compiled[source] = compiled
         return compiled
+
+
+def _render_with_silent_turns(
+    template: _CompiledTemplate, context: Mapping[str, Any], chat: list[dict[str, Any]]
+) -> str:
+    """Renders a conversation whose assistant may have said nothing, beside its tool calls.
+
+    A template is shown first what transformers shows it, no content at all. One that cannot do
+    without gets empty text, in place.
+    """
+    silent = [m for m in chat if m.get("role") == "assistant" and "content" not in m]
+    try:
+        return template.render(context)
+    except RequestError:
+        if not silent:
+            raise
+    for message in silent:
+        message["content"] = ""
+    return template.render(context)
 
 
 class _CompiledTemplate:
@@ -156,6 +176,11 @@ class _CompiledTemplate:
     def render(self, context: Mapping[str, Any]) -> str:
         try:
             return self._template.render(context)
+        except jinja2.UndefinedError as error:
+            raise RequestError(
+                f"messages: the model's chat template refused them: {error} (keys whose value is "
+                "None count as absent)"
+            ) from error
         except jinja2.TemplateError as error:
             raise RequestError(
                 f"messages: the model's chat template refused them: {error}"

@@ -41,6 +41,17 @@ _SPECIAL_NAMES = (
     "mask_token",
 )
 
+_TENSOR_ARGUMENTS = (
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "padding",
+    "truncation",
+    "max_length",
+    "tokenizer_kwargs",
+)
+"""Arguments of transformers' `apply_chat_template` that shape batches of tensors."""
+
 
 class Tokenizer:
     """Encodes text, decodes tokens and renders conversations for one model.
@@ -222,7 +233,16 @@ class Tokenizer:
         Raises:
             RequestError: The model has no template, or the template refuses the messages.
             ConfigError: The template is no valid Jinja.
+            TypeError: An argument of transformers' method that asks for tensors.
         """
+        for name in _TENSOR_ARGUMENTS:
+            value = template_kwargs.pop(name, None)
+            if value not in (None, False):
+                raise TypeError(
+                    f"apply_chat_template() returns text, or a list of token ids with "
+                    f"tokenize=True, and has no {name}={value!r}; leave it out, and make tensors "
+                    "from the list"
+                )
         text = self._chat_templates.render(
             messages,
             add_generation_prompt=add_generation_prompt and not continue_final_message,
