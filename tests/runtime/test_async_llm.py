@@ -313,6 +313,15 @@ def test_an_engine_failure_reaches_everybody(
     run(main())
 
 
+@pytest.mark.parametrize("prompts", [["a", "b"], [{"prompt": "a"}], [[1, 2], [3]]])
+def test_a_list_of_prompts_is_refused_with_what_to_do(llm: AsyncLLM, prompts: Any) -> None:  # noqa: ANN401
+    async def main() -> None:
+        with pytest.raises(RequestError, match=r"AsyncLLM\.generate takes one.*gather"):
+            await anext(llm.generate(prompts, GREEDY))
+
+    run(main())
+
+
 def test_shutdown_answers_everybody_and_is_final(llm: AsyncLLM) -> None:
     async def main() -> None:
         tasks = [await begun(llm.generate(prompt, ENDLESS)) for prompt in PROMPTS]

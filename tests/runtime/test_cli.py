@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from nv_core import CapacityError, ConfigError, RequestError, SamplingParams
+from nv_core.policies import SHIPPED_POLICIES
 from nv_runtime.cli import main
 from nv_runtime.cli.answer import Answer, Interrupts
 from nv_runtime.cli.options import ENGINE_FLAGS, SAMPLING_FLAGS, parse_bytes
@@ -269,6 +270,8 @@ def test_generate_as_chat(nv: Run, tmp_path: Path) -> None:
     template.write_text("{{ messages }}")
     assert nv("generate", "m", "Hi", "--chat", llm=llm) == 0
     assert nv("generate", "m", "Hi", "--system", "Be brief.", llm=llm) == 0
+    assert nv("generate", "m", "Hi", "--no-chat", llm=llm) == 0
+    assert llm.prompts.pop() == "Hi"
     status = nv(
         "generate",
         "m",
@@ -280,18 +283,26 @@ def test_generate_as_chat(nv: Run, tmp_path: Path) -> None:
         llm=llm,
     )
     assert status == 0
+    assert nv("generate", "m", "Hi", "--chat-template-kwargs", '{"a": 1}', llm=llm) == 0
     question = {"role": "user", "content": "Hi"}
     assert llm.chats == [
         [question],
         [{"role": "system", "content": "Be brief."}, question],
         [question],
+        [question],
     ]
-    assert llm.prompts == [{"prompt": "rendered", "prompt_token_ids": [1, 2, 3, 4]}] * 3
+    assert llm.prompts == [{"prompt": "rendered", "prompt_token_ids": [1, 2, 3, 4]}] * 4
     assert llm.templates[0] == {"chat_template": None, "chat_template_kwargs": None}
     assert llm.templates[2] == {
         "chat_template": "{{ messages }}",
         "chat_template_kwargs": {"enable_thinking": False},
     }
+    assert llm.templates[3] == {"chat_template": None, "chat_template_kwargs": {"a": 1}}
+
+
+def test_help_names_every_policy(nv: Run) -> None:
+    assert nv("generate", "--help") == 0
+    assert all(name in nv.out for name in SHIPPED_POLICIES)
 
 
 # ---- errors
@@ -340,6 +351,8 @@ def test_wrong_sampling_values_are_one_line(nv: Run) -> None:
         (["generate", "m", "p", "--chat-template-kwargs", "{x"], "is no JSON"),
         (["generate", "m", "p", "--chat-template-kwargs", "[1]"], "is no JSON object"),
         (["generate", "m", "p", "--chat-template", "/no/such"], "does not exist"),
+        (["generate", "m", "p", "--no-chat", "--system", "s"], "--system means nothing with"),
+        (["generate", "m", "p", "--no-chat", "--chat-template-kwargs", "{}"], "--no-chat"),
         (["translate"], "No such command"),
     ],
 )

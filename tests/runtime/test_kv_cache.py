@@ -73,8 +73,13 @@ def test_what_does_not_fit_is_refused_with_what_would() -> None:
     assert size(free=5 * GIB, total=16 * GIB, max_model_len=fits) * SPEC.block_size == fits
     auto = size(free=5 * GIB, total=16 * GIB, max_model_len=40_960, may_shorten=True)
     assert auto * SPEC.block_size == fits
-    with pytest.raises(CapacityError):
+    with pytest.raises(CapacityError) as caught:
         size(free=2 * GIB, total=16 * GIB, may_shorten=True)
+    # Not even a short sequence fits: no length would help.
+    assert "lower max_model_len" not in str(caught.value)
+    assert "raise gpu_memory_utilization" in str(caught.value)
+    with pytest.raises(CapacityError, match=r"\(kv_cache_memory_bytes=1\); raise kv_cache_memory"):
+        size(free=5 * GIB, total=16 * GIB, kv_cache_memory_bytes=1)
 
 
 def test_the_longest_sequence_that_fits() -> None:

@@ -175,3 +175,10 @@ def test_a_failed_step_ends_its_requests_in_the_log(checkpoint: Path, tmp_path: 
 def test_what_is_no_path_is_refused(checkpoint: Path) -> None:
     with pytest.raises(ConfigError, match="step_log must be a path or None, got 7"):
         LLM(str(checkpoint), step_log=7)
+
+
+def test_a_file_that_cannot_be_made_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"step_log=.*does not exist; make the folder"):
+        LLM("no/such/model", step_log=tmp_path / "none" / "log.jsonl")
+    with pytest.raises(ConfigError, match=r"step_log=.*is a folder"):
+        LLM("no/such/model", step_log=tmp_path)

@@ -82,6 +82,14 @@ def test_none_is_every_options_default() -> None:
     assert engine_config_of("m", everything) == EngineConfig(model="m")
 
 
+def test_a_length_of_minus_one_is_what_fits() -> None:
+    assert EngineConfig(model="m", max_model_len=-1) == EngineConfig(
+        model="m", max_model_len="auto"
+    )
+    with pytest.raises(ConfigError, match="max_model_len must be an integer of at least 1"):
+        EngineConfig(model="m", max_model_len=-2)
+
+
 @pytest.mark.parametrize("name", sorted(_UNBUILT))
 def test_what_is_not_built_is_refused_by_name(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"{name}='something' is not supported .*; \w"):

@@ -27,6 +27,7 @@ from nv_runtime.outputs import RequestOutput
 from nv_runtime.prompt import (
     Prompt,
     is_text,
+    require_one_prompt,
     require_tokenizer,
     split_sampling_params,
     tokenize_prompt,
@@ -116,6 +117,7 @@ class AsyncLLM:
             trace_headers=trace_headers,
             data_parallel_rank=data_parallel_rank,
         )
+        require_one_prompt(prompt)
         self._thread.check()
         (params,) = split_sampling_params(sampling_params, self._parts.default_sampling_params, 1)
         tokenizer = self._parts.tokenizer

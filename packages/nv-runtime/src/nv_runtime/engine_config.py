@@ -57,7 +57,8 @@ class EngineConfig:
             a CPU.
         device: "auto" (CUDA if there is one, else the CPU), "cpu", "cuda" or "cuda:N".
         max_model_len: Most tokens (prompt and output) of one sequence; None for what the model
-            was trained for, which has to fit; "auto" for as much of that as fits.
+            was trained for, which has to fit; "auto" (or -1, as in vLLM) for as much of that as
+            fits.
         max_num_seqs: Most sequences that hold KV blocks at once.
         max_num_batched_tokens: Token budget of one step.
         block_size: Tokens per KV block; None for the attention backend's best.
@@ -97,7 +98,8 @@ class EngineConfig:
             the limit, and lets requests ask for all tokens with -1.
         seed: Seed of dummy weights, and of the draws of requests that bring no seed.
         step_log: A file to write what each step does and when, one JSON object a line, for
-            `nv_core.sim` to draw, measure and fit; `.gz` at the end packs it. None for no log.
+            `nv_core.sim` to draw, measure and fit; `.gz` at the end packs it. Its folder must be
+            there. None for no log.
         disable_log_stats: Whether the engine counts nothing, and writes no line about its load to
             the log from time to time. `LLM.get_metrics` needs the counts.
         log_stats_interval_s: Seconds between two such lines, which are written while it works.
@@ -174,8 +176,7 @@ class EngineConfig:
         for name in ("model", "device", "attention_backend"):
             if not isinstance(getattr(self, name), str):
                 raise ConfigError(f"{name} must be a str, got {getattr(self, name)!r}")
-        if self.step_log is not None and not isinstance(self.step_log, str):
-            raise ConfigError(f"step_log must be a path or None, got {self.step_log!r}")
+        self._check_step_log()
         for name in (
             "enforce_eager",
             "fused_all_reduce",
@@ -190,6 +191,8 @@ class EngineConfig:
             raise ConfigError(
                 f"async_scheduling must be a bool or None, got {self.async_scheduling!r}"
             )
+        if self.max_model_len == -1:
+            object.__setattr__(self, "max_model_len", "auto")
         if self.max_model_len not in (None, "auto"):
             self._check_positive("max_model_len")
         limit = self.max_logprobs
@@ -279,6 +282,21 @@ class EngineConfig:
         value = getattr(self, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}")
+
+    def _check_step_log(self) -> None:
+        """Refuses, before anything is loaded, a file that cannot be made."""
+        if self.step_log is None:
+            return
+        if not isinstance(self.step_log, str):
+            raise ConfigError(f"step_log must be a path or None, got {self.step_log!r}")
+        path = Path(self.step_log)
+        if path.is_dir():
+            raise ConfigError(f"step_log={self.step_log!r} is a folder; name a file in it")
+        if not path.parent.is_dir():
+            raise ConfigError(
+                f"step_log={self.step_log!r} is in a folder that does not exist; make the folder "
+                f"{str(path.parent)!r} first, or name another file"
+            )
 
     def _check_generation_config(self) -> None:
         value = self.generation_config

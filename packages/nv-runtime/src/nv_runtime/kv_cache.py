@@ -108,10 +108,12 @@ def size_kv_cache(
     count = min(max(available, 0) // spec.block_bytes, useful)
     if count < (1 if may_shorten else needed):
         fits = max(count, 0) * spec.block_size
+        # A sequence has a prompt and an output token at least.
+        advice = f"lower max_model_len to {fits} or less, or {remedy}" if fits >= 2 else remedy
         raise CapacityError(
             f"max_model_len={max_model_len} needs {needed * spec.block_bytes / GIB:.2f} GiB of KV "
             f"cache for one sequence, {max(available, 0) / GIB:.2f} GiB are available "
-            f"({source}); lower max_model_len to {fits} or less, or {remedy}"
+            f"({source}); {advice}"
         )
     logger.info(
         "KV cache: %.2f GiB of %.2f GiB available, %d blocks of %d tokens = %d tokens; maximum "

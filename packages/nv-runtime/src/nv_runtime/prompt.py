@@ -149,6 +149,21 @@ def tokenize_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> TokenizedPro
     return replace(_tokenize(text, tokenizer), cache_salt=salt)
 
 
+def require_one_prompt(prompt: object) -> None:
+    """Refuses a list of prompts where one prompt is expected.
+
+    Raises:
+        RequestError: It is such a list.
+    """
+    if not isinstance(prompt, (list, tuple)) or not prompt:
+        return
+    if isinstance(prompt[0], (str, Mapping, list, tuple)):
+        raise RequestError(
+            f"prompt is a list of {len(prompt)} prompts, and AsyncLLM.generate takes one; call it "
+            "once for each prompt, at the same time, as with asyncio.gather"
+        )
+
+
 def is_text(prompt: Prompt) -> bool:
     """Whether a prompt must be tokenised, which takes time when it is long."""
     if isinstance(prompt, Mapping):

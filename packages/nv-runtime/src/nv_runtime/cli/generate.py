@@ -31,9 +31,9 @@ __all__ = ["generate"]
 @click.option(
     "--chat/--no-chat",
     "as_chat",
-    default=False,
-    show_default=True,
-    help="Put the prompt into the model's chat template, as a question.",
+    default=None,
+    help="Put the prompt into the model's chat template, as a question; a flag of conversations "
+    "does so too.",
 )
 @click.option("--max-tokens", type=int, default=256, show_default=True, help="Most tokens.")
 @sampling_options
@@ -47,7 +47,7 @@ def generate(
     *,
     model: str,
     prompt: str | None,
-    as_chat: bool,
+    as_chat: bool | None,
     max_tokens: int,
     system: str | None,
     chat_template: str | None,
@@ -58,14 +58,23 @@ def generate(
 
     The text goes to standard output as it is generated, statistics go to standard error.
     """
-    as_chat = as_chat or system is not None or chat_template is not None
+    chat_flags = {
+        "--system": system,
+        "--chat-template": chat_template,
+        "--chat-template-kwargs": chat_template_kwargs,
+    }
+    used = [name for name, value in chat_flags.items() if value is not None]
+    if used and as_chat is False:
+        raise click.UsageError(
+            f"{', '.join(used)} means nothing with --no-chat: no template is used; leave one out."
+        )
     text = _read_prompt(prompt)
     with session.load(model, session.engine_options(given(flags, ENGINE_FLAGS))) as llm:
         params = llm.get_default_sampling_params().clone(
             max_tokens=max_tokens, **given(flags, SAMPLING_FLAGS)
         )
         request: Prompt = text
-        if as_chat:
+        if as_chat or used:
             messages = [] if system is None else [{"role": "system", "content": system}]
             request = llm.render_chat(
                 [*messages, {"role": "user", "content": text}],

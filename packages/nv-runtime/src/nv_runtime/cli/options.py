@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 
 import click
 
+from nv_core.policies import SHIPPED_POLICIES
+
 __all__ = [
     "ENGINE_FLAGS",
     "SAMPLING_FLAGS",
@@ -157,7 +159,7 @@ ENGINE_FLAGS = (
     Flag("async_scheduling", "Plan the next step while the last one runs.", is_switch=True),
     Flag("enable_prefix_caching", "Share the KV blocks of equal prefixes.", is_switch=True),
     Flag("attention_backend", "auto, torch, triton or flash_attn."),
-    Flag("scheduling_policy", "What a step runs first: mixed or prefill_first."),
+    Flag("scheduling_policy", f"What a step runs first: {', '.join(SHIPPED_POLICIES)}."),
     Flag("load_format", "auto, safetensors, gguf, or dummy for random weights."),
     Flag("generation_config", "auto, vllm to ignore the model's sampling defaults, or a folder."),
     Flag(
