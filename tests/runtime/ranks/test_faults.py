@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+import nv_runtime.builder
 import nv_runtime.ranks.local_ranks
 import tiny_checkpoints
 from forked_ranks import (
@@ -37,6 +38,7 @@ from nv_models import CausalLM
 from nv_runtime import LLM
 from nv_runtime.model_runner import ModelRunner
 from nv_runtime.ranks.errors import ProtocolError, RankError
+from nv_runtime.ranks.processes import RankProcess
 from nv_runtime.ranks.ring import RingLayout
 from nv_runtime.ranks.segment import memory_folder
 from tiny_checkpoints import TinySpec
@@ -346,6 +348,54 @@ def test_an_interrupt_leaves_the_engine_usable(
                 with pytest.raises(KeyboardInterrupt):
                     answers(llm)
             assert answers(llm) == expected
+
+
+@pytest.fixture
+def grace(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How long each rank was given to end, in order."""
+    given: list[float] = []
+    close = RankProcess.close
+
+    def noting(process: RankProcess, timeout_s: float) -> None:
+        given.append(timeout_s)
+        close(process, timeout_s)
+
+    monkeypatch.setattr(RankProcess, "close", noting)
+    return given
+
+
+def test_an_interrupt_while_ranks_load_kills_them_at_once(
+    start: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed: list[int] = []
+    kill = RankProcess.kill
+
+    def noting(process: RankProcess) -> None:
+        killed.append(process.rank)
+        kill(process)
+
+    def interrupted(*_: object, **__: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(RankProcess, "kill", noting)
+    # A rank that was asked to end, not killed, would be waited for until the test's own limit.
+    monkeypatch.setattr(nv_runtime.ranks.local_ranks, "_STOP_S", 1000.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(nv_runtime.builder, "_load", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            start(In("nv_runtime.builder", "_load", hang))
+    assert killed == [1]
+
+
+def test_ranks_that_do_not_end_share_one_deadline(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, grace: list[float]
+) -> None:
+    deaf = In("nv_runtime.ranks.rank_main:RankLoop", "run", hang)
+    fork_ranks(monkeypatch, dict.fromkeys((1, 2, 3), deaf))
+    monkeypatch.setattr(nv_runtime.ranks.local_ranks, "_STOP_S", 0.2)
+    make_llm(checkpoint, tensor_parallel_size=4).shutdown()
+    assert grace[0] <= 0.2
+    assert grace[1:] == [0.0, 0.0]
 
 
 def test_what_cannot_be_sent_costs_nobody_anything(

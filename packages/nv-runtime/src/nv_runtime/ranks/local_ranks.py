@@ -39,7 +39,7 @@ from nv_runtime.ranks.watch import RankWatch
 from nv_runtime.ranks.wire import CommandKind, pack_command
 
 _STOP_S = 5.0
-"""How long a rank may take to end when it is told to."""
+"""How long the ranks may take, all together, to end when they are told to."""
 _CAUSE_S = 3.0
 """How long the reason of a failed collective may take to arrive."""
 
@@ -79,6 +79,7 @@ class LocalRanks:
             runner: Rank 0's own.
         """
         self._finalizer.detach()
+        self._group.note_serving()
         return LocalExecutor(runner, self._group, timeout_s=self._config.rank_timeout_s)
 
     def shutdown(self) -> None:
@@ -192,6 +193,7 @@ class _Group:
         self._start_timeout_s = config.rank_start_timeout_s
         self._give_up_at = time.monotonic() + config.rank_start_timeout_s
         self._rank_group: RankGroup | None = None
+        self._is_serving = False
         self._is_closed = False
         self.processes: list[RankProcess] = []
         self._segment = SharedSegment.create(layout.size_bytes)
@@ -240,6 +242,10 @@ class _Group:
         agreement = Agreement(self._store, rank=0, size=size, check=self._check_start)
         return self._rank_group.tensor_parallel, agreement
 
+    def note_serving(self) -> None:
+        """Notes that the ranks are about to listen to commands."""
+        self._is_serving = True
+
     def check(self) -> None:
         """Raises if a rank is gone, or all were ended."""
         if self._is_closed:
@@ -274,21 +280,24 @@ class _Group:
             return
         self._is_closed = True
         self._watch.stop()
-        if not self._stop_politely():
+        give_up_at = time.monotonic() + _STOP_S
+        if not self._stop_politely(give_up_at):
             for process in self.processes:
                 process.kill()
         for process in self.processes:
-            process.close(_STOP_S)
+            process.close(max(0.0, give_up_at - time.monotonic()))
         self.abort()
         self._rank_group = None
         self._writer.close()
         self._segment.close()
 
-    def _stop_politely(self) -> bool:
-        """Tells the ranks to end; returns whether they will hear it."""
-        if self._rank_group is None or self._watch.wait_for_failure(0):
+    def _stop_politely(self, give_up_at: float) -> bool:
+        """Tells the ranks to end; returns whether they will hear it.
+
+        While they load they do not: they wait for rank 0, or read weights.
+        """
+        if not self._is_serving or self._watch.wait_for_failure(0):
             return False
-        give_up_at = time.monotonic() + _STOP_S
         try:
             self._writer.write(pack_command(CommandKind.STOP), on_full=_until(give_up_at))
         except RankError:
