@@ -259,6 +259,25 @@ def test_stop_tokens_must_be_in_the_vocabulary(llm: LLM) -> None:
     assert_idle(llm)
 
 
+def test_parameters_that_forbid_every_token_are_refused(llm: LLM) -> None:
+    for params in (
+        GREEDY.clone(allowed_token_ids=[10], bad_words=[[10]]),
+        GREEDY.clone(allowed_token_ids=[10], stop_token_ids=[10], min_tokens=2),
+    ):
+        with pytest.raises(RequestError, match=r"allowed_token_ids .* no token is left to sample"):
+            llm.generate("the", params, use_tqdm=False)
+    assert_idle(llm)
+
+
+def test_what_was_forgotten_is_computed_again(llm: LLM) -> None:
+    def num_cached() -> int | None:
+        return llm.generate([5] * 20, GREEDY, use_tqdm=False)[0].num_cached_tokens
+
+    assert (num_cached(), num_cached()) == (0, 16)
+    assert llm.reset_prefix_cache() is True
+    assert num_cached() == 0
+
+
 def test_a_request_that_outgrows_the_pool_ends_and_the_others_go_on(checkpoint: Path) -> None:
     with make_llm(checkpoint, num_gpu_blocks_override=5) as llm:
         long = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
