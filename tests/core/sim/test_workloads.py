@@ -618,6 +618,11 @@ def test_an_answer_s_segment_has_the_range_of_segments(segment: int) -> None:
         WorkRequest(0.0, 9, 9, output_segment=segment)
 
 
+def test_a_prompt_that_is_given_has_the_length_that_is_given() -> None:
+    with pytest.raises(ConfigError, match="num_prompt_tokens must be the length"):
+        WorkRequest(0.0, 10**9, 9, prompt_token_ids=(1, 2, 3))
+
+
 def test_a_prompt_is_no_longer_than_it_says() -> None:
     request = WorkRequest(0.0, 5, 9, segments=((1, 3), (2, 10**12), (3, 10**12)))
     assert request.make_prompt(0) == [1, 1, 1, 2, 2]

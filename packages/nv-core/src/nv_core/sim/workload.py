@@ -59,6 +59,12 @@ class WorkRequest:
                 "a request needs at least one prompt token and one output token, got "
                 f"{self.num_prompt_tokens} and {self.num_output_tokens}"
             )
+        told = self.prompt_token_ids
+        if told is not None and len(told) != self.num_prompt_tokens:
+            raise ConfigError(
+                f"num_prompt_tokens must be the length of prompt_token_ids, {len(told)}, got "
+                f"{self.num_prompt_tokens}"
+            )
         if not (isfinite(self.arrival_s) and self.arrival_s >= 0):
             raise ConfigError(
                 f"arrival_s must be a finite number of at least 0, got {self.arrival_s!r}"

@@ -11,7 +11,7 @@ import click
 
 from nv_core.sim.capacity import Capacity
 from nv_core.sim.cli.output_file import OutputFile
-from nv_core.sim.cli.policies import distinct, failures_of, load_policy
+from nv_core.sim.cli.policies import distinct, failures_of, load_policy, policy_option
 from nv_core.sim.cli.setting import (
     Setting,
     make_setting,
@@ -27,13 +27,7 @@ from nv_core.sim.sweep import RatePoint, find_highest_rate
 
 @click.command(short_help="Find the highest rate that meets the objectives.")
 @setting_options
-@click.option(
-    "--policy",
-    "-p",
-    "policies",
-    multiple=True,
-    help="See nv-sim compare.  [default: mixed, or the log's]",
-)
+@policy_option
 @click.option("--target", type=float, default=0.9, show_default=True, help="Share that must meet.")
 @click.option("--low", type=float, default=0.1, show_default=True, help="Lowest rate to try.")
 @click.option("--high", type=float, default=200.0, show_default=True, help="Highest rate to try.")

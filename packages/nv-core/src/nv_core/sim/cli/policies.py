@@ -17,6 +17,13 @@ import click
 from nv_core.errors import ConfigError, NvError, SchedulingError
 from nv_core.policies import SHIPPED_POLICIES, Policy
 
+policy_option = click.option(
+    *("--policy", "-p", "policies"),
+    multiple=True,
+    help="See nv-sim compare.  [default: mixed, or the log's]",
+)
+"""Policies for a command that has one if none is given: the log's or "mixed"."""
+
 
 def distinct(names: Iterable[str]) -> tuple[str, ...]:
     """Returns every policy once, in order, and says which were given again."""

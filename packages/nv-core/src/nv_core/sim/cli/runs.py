@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from nv_core.sim.cli.output_file import OutputFile
-from nv_core.sim.cli.policies import distinct
+from nv_core.sim.cli.policies import distinct, policy_option
 from nv_core.sim.cli.setting import make_setting, read_log, say_if_none_served, setting_options
 from nv_core.sim.metrics import SLO
 from nv_core.sim.perfetto import write_perfetto
@@ -25,13 +25,7 @@ _PICTURE = OutputFile(SUFFIXES)
 
 @click.command(short_help="Simulate a workload under one policy.")
 @setting_options
-@click.option(
-    "--policy",
-    "-p",
-    "policies",
-    multiple=True,
-    help="See nv-sim compare.  [default: mixed, or the log's]",
-)
+@policy_option
 @click.option("--out", "-o", type=_FILE, help="Write an HTML report.")
 @click.option("--log", "log_path", type=_FILE, help="Write the step log (.jsonl or .jsonl.gz).")
 @click.option("--perfetto", type=_FILE, help="Write a trace for Perfetto (.json or .json.gz).")
