@@ -420,6 +420,15 @@ def test_why_nothing_was_served_is_said(nv_sim: Run, command: tuple[str, ...]) -
     assert "max_model_len = 2" in err
 
 
+def test_a_sweep_that_finds_no_rate_says_why(nv_sim: Run) -> None:
+    limits = ("--max-model-len", 2, "--ttft-ms", 60, "--seeds", 1, "--jobs", 1)
+    status, out, err = nv_sim("sweep", *SMALL[:-1], *limits)
+    assert status == 0
+    assert out == "mixed: 0.000 requests/s\n"
+    assert "mixed: too few meet the objectives even at --low, 0.1/s" in err
+    assert "mixed: none of the 20 requests was served; the first because: a prompt of" in err
+
+
 @pytest.mark.parametrize(
     "arguments", [("sweep",), ("compare",), ("dance",), ("run", "--gpu", "abacus")]
 )

@@ -89,6 +89,10 @@ def sweep(
             )
         curves[policy] = found.points
         click.echo(f"{policy}: {found.rate_per_s:.3f} requests/s")
+        if not found.rate_per_s:
+            click.echo(f"{policy}: too few meet the objectives even at --low, {low:g}/s", err=True)
+            lowest = workloads[0].at_rate(low)
+            say_if_none_served(setting.simulate(lowest, policy, quiet=True), f"{policy}: ")
     if plot is not None:
         click.echo(f"wrote {plot_sweep(curves, plot, target=target)}", err=True)
 
