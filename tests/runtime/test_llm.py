@@ -260,7 +260,9 @@ def test_stop_tokens_must_be_in_the_vocabulary(llm: LLM) -> None:
 
 
 def test_parameters_that_forbid_every_token_are_refused(llm: LLM) -> None:
+    (end, *_) = llm.llm_engine.scheduler.config.eos_token_ids
     for params in (
+        SamplingParams(temperature=0, allowed_token_ids=[end], min_tokens=2),
         GREEDY.clone(allowed_token_ids=[10], bad_words=[[10]]),
         GREEDY.clone(allowed_token_ids=[10], stop_token_ids=[10], min_tokens=2),
     ):

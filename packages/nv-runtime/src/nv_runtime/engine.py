@@ -257,7 +257,10 @@ class Engine:
                 "tokenizer (skip_tokenizer_init=True); use stop_token_ids"
             )
         check_sampling_params(
-            sampling_params, vocab_size=self._vocab_size, max_logprobs=self._max_logprobs
+            sampling_params,
+            vocab_size=self._vocab_size,
+            max_logprobs=self._max_logprobs,
+            eos_token_ids=self.scheduler.config.eos_token_ids,
         )
 
     def _note_dropped(self, plan: StepPlan) -> list[Request]:
