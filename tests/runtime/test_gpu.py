@@ -78,14 +78,14 @@ def paged_logits(path: Path, backend_name: str, token_ids: list[int]) -> Tensor:
         # The last row is sampled even where the plan does not ask for it, to see its logits.
         values = packed.values.clone()
         torch.split(values, list(layout.sizes))[5][0] = layout.num_tokens - 1
-        hidden = step(
+        hidden, rows = step(
             values.to(device),
             layout,
             num_samples=1,
             max_query_len=packed.max_query_len,
             max_context_len=packed.max_context_len,
         )
-        logits.append(model.compute_logits(hidden))
+        logits.append(model.compute_logits(hidden[rows]))
         scheduler.commit(plan, {e.seq_id: next(forced) for e in plan.sequences if e.samples})
     return torch.cat(logits).float().cpu()
 

@@ -301,13 +301,14 @@ class MixedGraphs:
 
     def _run_eagerly(self, packed: Tensor, shape: MixedShape) -> Tensor:
         layout = shape.layout
-        return self._step(
+        hidden, sample_rows = self._step(
             packed,
             layout,
             num_samples=layout.num_seqs,
             max_query_len=shape.max_query_len,
             max_context_len=min(layout.num_blocks * self._block_size, self._max_model_len),
         )
+        return hidden[sample_rows]
 
 
 def _padded(size: int, buckets: list[int]) -> int:

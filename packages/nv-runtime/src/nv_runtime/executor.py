@@ -13,7 +13,10 @@ from nv_runtime.model_runner import StepHandle
 
 
 class Executor(Protocol):
-    """Runs plans, in the order in which they are launched."""
+    """Runs plans, in the order in which they are launched.
+
+    No interrupt from the keyboard falls into a call: the engine holds it back until its step ends.
+    """
 
     def launch(self, plan: StepPlan) -> StepHandle:
         """Starts a step; after an error, `reset` must come before the next launch."""

@@ -151,8 +151,10 @@ def pack_step(plan: StepPlan, layout: StepLayout, *, block_size: int) -> PackedS
         """Ends a part."""
         values.extend(repeat(value, next(sizes) - len(values)))
 
-    for entry in entries:
-        values.extend(_token_ids(entry))
+    for entry, stop in zip(entries, starts[1:], strict=True):
+        values.extend(entry.token_ids)
+        # A token that only the device knows is missing at the end.
+        values.extend(repeat(0, stop - len(values)))
     pad(0)
     for entry, end in zip(entries, lengths, strict=True):
         values.extend(range(entry.num_computed_tokens, end))
@@ -182,11 +184,6 @@ def pack_step(plan: StepPlan, layout: StepLayout, *, block_size: int) -> PackedS
             if length > entry.num_known_tokens
         },
     )
-
-
-def _token_ids(entry: ScheduledSequence) -> list[int]:
-    known = list(entry.token_ids)
-    return known + [0] * (entry.num_scheduled_tokens - len(known))
 
 
 def _slots(entry: ScheduledSequence, end: int, block_size: int) -> Iterator[range]:

@@ -13,6 +13,7 @@ import torch
 
 from nv_core import CapacityError
 from nv_kernels import LayerKVCache
+from nv_models import ModelConfig
 from nv_runtime.step_memory import StepMemory
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,18 @@ class KVCacheSpec:
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold that many tokens."""
         return -(-num_tokens // self.block_size)
+
+
+def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes that one token's keys and values take in all layers of a whole model."""
+    spec = KVCacheSpec(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_size=1,
+        dtype=dtype,
+    )
+    return spec.token_bytes
 
 
 def size_kv_cache(

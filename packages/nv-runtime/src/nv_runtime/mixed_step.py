@@ -26,6 +26,7 @@ class MixedStep:
         self._model = model
         self._kv_caches = kv_caches
 
+    @torch.inference_mode()
     def __call__(
         self,
         packed: Tensor,
@@ -34,7 +35,7 @@ class MixedStep:
         num_samples: int,
         max_query_len: int,
         max_context_len: int,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         """Runs one step.
 
         Args:
@@ -45,32 +46,9 @@ class MixedStep:
             max_context_len: At least the longest context, in tokens.
 
         Returns:
-            Hidden states of the rows to sample, [num_samples, hidden_size]; not yet their logits,
-            of which a graph would keep a batch full for itself.
-        """
-        hidden, sample_rows = self.forward(
-            packed,
-            layout,
-            num_samples=num_samples,
-            max_query_len=max_query_len,
-            max_context_len=max_context_len,
-        )
-        return hidden[sample_rows]
-
-    @torch.inference_mode()
-    def forward(
-        self,
-        packed: Tensor,
-        layout: StepLayout,
-        *,
-        num_samples: int,
-        max_query_len: int,
-        max_context_len: int,
-    ) -> tuple[Tensor, Tensor]:
-        """Runs one step and keeps every token's hidden state; arguments as for a call.
-
-        Returns:
-            Hidden states, [num_tokens, hidden_size], and the rows to sample, [num_samples] int64.
+            Hidden states of all tokens, [num_tokens, hidden_size], and the rows to sample,
+            [num_samples] int64. Not yet their logits, of which a graph would keep a batch full for
+            itself.
         """
         step = layout.unpack(
             packed,

@@ -174,12 +174,12 @@ class ModelRunner:
     def _run_decode(
         self, entries: Sequence[ScheduledSequence], changes: list[tuple[int, int]]
     ) -> SampledTokens:
-        """Runs a decode step; returns its tokens, those of padding behind the others."""
+        """Runs a decode step, the longest sequence first; returns its tokens, then padding's."""
         graphs = self._decode_graphs
         size = len(entries) if graphs is None else graphs.padded_size(len(entries))
         changes += self._batch.prepare_decode(entries, padded_size=size)
         self._batch.send(changes)
-        longest = 1 + max(entry.num_computed_tokens for entry in entries)
+        longest = 1 + entries[0].num_computed_tokens
         run: Callable[..., SampledTokens] = self._decode_step if graphs is None else graphs.run
         return run(
             self._batch.batch[:size],
@@ -202,7 +202,7 @@ class ModelRunner:
             places = self._indices(list(step.unknown_tokens.values()))
             packed.index_copy_(0, places, self._batch.rows[self._indices(rows), TOKEN])
         if graphs is None or shape is None:
-            all_hidden, sample_rows = self._mixed_step.forward(
+            all_hidden, sample_rows = self._mixed_step(
                 packed,
                 layout,
                 num_samples=step.num_samples,

@@ -24,6 +24,7 @@ from time import perf_counter
 import torch
 
 from nv_models import ModelConfig
+from nv_runtime.kv_cache import kv_bytes_per_token
 
 __all__ = ["DeviceRates", "Floor", "decode_floor_s", "measure_rates", "workload_floor"]
 
@@ -88,7 +89,7 @@ def _costs_of(config: ModelConfig, dtype: torch.dtype) -> _ModelCosts:
         body_params=config.num_layers * (attention + mlp),
         head_params=config.vocab_size * config.hidden_size,
         attention_flops=4 * query * config.num_layers,
-        kv_token_bytes=config.num_layers * key_and_value * dtype.itemsize,
+        kv_token_bytes=kv_bytes_per_token(config, dtype),
     )
 
 

@@ -14,8 +14,8 @@ import torch
 from nv_models import Checkpoint, ModelConfig, WeightError
 from nv_runtime.kv_cache import (
     CPU_DEFAULT_BYTES,
-    KVCacheSpec,
     available_cpu_bytes,
+    kv_bytes_per_token,
 )
 from nv_runtime.step_memory import estimate_step_memory
 
@@ -133,7 +133,7 @@ def gather_facts(checkpoint: Checkpoint, dtype: torch.dtype) -> ModelFacts:
         tie_word_embeddings=config.tie_word_embeddings,
         dtype=str(dtype).removeprefix("torch."),
         weight_bytes=num_parameters * dtype.itemsize,
-        kv_bytes_per_token=_kv_bytes_per_token(config, dtype),
+        kv_bytes_per_token=kv_bytes_per_token(config, dtype),
     )
 
 
@@ -155,7 +155,7 @@ def fit_memory(
         memory_bytes: Size of a GPU to plan for; None for what `device` has now.
     """
     weight_bytes = count_parameters(config) * dtype.itemsize
-    token_bytes = _kv_bytes_per_token(config, dtype)
+    token_bytes = kv_bytes_per_token(config, dtype)
     reserve = estimate_step_memory(
         config,
         dtype=dtype,
@@ -187,14 +187,3 @@ def fit_memory(
         kv_cache_bytes=left,
         num_kv_tokens=max(left, 0) // token_bytes,
     )
-
-
-def _kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
-    spec = KVCacheSpec(
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        block_size=1,
-        dtype=dtype,
-    )
-    return spec.token_bytes

@@ -20,7 +20,6 @@ import torch
 from nv_core import ConfigError, StepPlan
 from nv_models import TensorParallel
 from nv_runtime.engine_config import EngineConfig
-from nv_runtime.interrupts import interrupts_deferred
 from nv_runtime.model_runner import ModelRunner, StepHandle
 from nv_runtime.ranks.agreement import Agreement
 from nv_runtime.ranks.errors import RankError
@@ -121,8 +120,8 @@ class LocalExecutor:
         self._group.check()
         message = self._encoder.encode(plan, num_collected=self._num_collected)
         command = pack_command(CommandKind.STEP, message.pack())
-        # Between the command and the end of the launch, rank 0 must not be the only one that stops.
-        with interrupts_deferred(), self._all_or_none(BaseException):
+        # From the command on, rank 0 must not be the only one that stops.
+        with self._all_or_none(BaseException):
             self._num_collected = 0
             self._num_in_flight += 1
             self._group.expect_progress(self._timeout_s)
@@ -135,7 +134,6 @@ class LocalExecutor:
         Raises:
             RankError: A rank is gone; the message says which, and why.
         """
-        # An interrupt while waiting leaves every rank in step.
         with self._all_or_none(Exception):
             tokens = self._runner.collect(handle)
             # The collectives of a group that was taken down end with any result.
@@ -154,8 +152,7 @@ class LocalExecutor:
         # If a rank is gone, the next launch says so.
         with contextlib.suppress(RankError):
             self._group.check()
-            with interrupts_deferred():
-                self._group.send(pack_command(CommandKind.RESET))
+            self._group.send(pack_command(CommandKind.RESET))
 
     def shutdown(self) -> None:
         """Ends the other ranks; calling it again does nothing."""
