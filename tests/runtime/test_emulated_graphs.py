@@ -22,6 +22,7 @@ from nv_core import SamplingParams, Step
 from nv_runtime import LLM
 from nv_runtime.device_batch import DeviceBatch
 from nv_runtime.sampler import SampledTokens
+from tiny_engines import options
 
 Output = Tensor | SampledTokens
 
@@ -84,17 +85,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_checkpoints.write_checkpoint(tmp_path_factory.mktemp("tiny"))
 
 
-def make_llm(checkpoint: Path, **options: Any) -> LLM:  # noqa: ANN401 - LLM's own options
-    defaults: dict[str, Any] = {
-        "device": "cpu",
-        "dtype": "float32",
-        "block_size": 4,
-        "max_model_len": 256,
-        "num_gpu_blocks_override": 300,
-        "skip_tokenizer_init": True,
-        "show_progress": False,
-    }
-    return LLM(str(checkpoint), **{**defaults, **options})
+def make_llm(checkpoint: Path, **changes: Any) -> LLM:  # noqa: ANN401 - LLM's own options
+    defaults = options(max_model_len=256, num_gpu_blocks_override=300, skip_tokenizer_init=True)
+    return LLM(str(checkpoint), **{**defaults, **changes})
 
 
 def run(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:

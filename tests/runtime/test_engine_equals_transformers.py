@@ -23,6 +23,7 @@ from nv_kernels import LayerKVCache
 from nv_runtime import LLM, RequestOutput
 from nv_runtime.kv_cache import allocate_kv_cache
 from tiny_checkpoints import TinySpec
+from tiny_engines import options
 
 NUM_OUTPUT_TOKENS = 12
 SPECS = {
@@ -83,17 +84,9 @@ def make_llm(case: Case, monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
 
     monkeypatch.setattr(nv_runtime.builder, "allocate_kv_cache", poisoned)
 
-    def make(**options: Any) -> LLM:  # noqa: ANN401 - LLM's own options
-        defaults: dict[str, Any] = {
-            "device": "cpu",
-            "dtype": "float32",
-            "block_size": 4,
-            "max_model_len": 128,
-            "num_gpu_blocks_override": 1000,
-            "skip_tokenizer_init": True,
-            "show_progress": False,
-        }
-        return LLM(str(case.path), **{**defaults, **options})
+    def make(**changes: Any) -> LLM:  # noqa: ANN401 - LLM's own options
+        defaults = options(num_gpu_blocks_override=1000, skip_tokenizer_init=True)
+        return LLM(str(case.path), **{**defaults, **changes})
 
     return make
 

@@ -19,16 +19,9 @@ from nv_runtime import LLM, AsyncLLM
 from nv_runtime.answer import Answer
 from nv_runtime.frozen_heap import FrozenHeap
 from nv_runtime.request import Request
+from tiny_engines import options
 
-OPTIONS: dict[str, Any] = {
-    "device": "cpu",
-    "dtype": "float32",
-    "block_size": 4,
-    "max_model_len": 64,
-    "num_gpu_blocks_override": 100,
-    "skip_tokenizer_init": True,
-    "show_progress": False,
-}
+OPTIONS = options(max_model_len=64, num_gpu_blocks_override=100, skip_tokenizer_init=True)
 
 
 @pytest.fixture(scope="module")

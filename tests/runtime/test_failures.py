@@ -16,6 +16,7 @@ from nv_runtime.device_batch import DeviceBatch
 from nv_runtime.model_runner import ModelRunner
 from nv_runtime.one_thread import OneThread
 from nv_runtime.request import Request
+from tiny_engines import options
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 PENALISED = GREEDY.clone(repetition_penalty=1.2)
@@ -26,17 +27,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_checkpoints.write_checkpoint(tmp_path_factory.mktemp("tiny"), tokenizer=True)
 
 
-def make_llm(checkpoint: Path, **options: Any) -> LLM:  # noqa: ANN401 - LLM's own options
-    defaults: dict[str, Any] = {
-        "device": "cpu",
-        "dtype": "float32",
-        "block_size": 4,
-        "max_model_len": 128,
-        "num_gpu_blocks_override": 100,
-        "max_num_seqs": 3,
-        "show_progress": False,
-    }
-    return LLM(str(checkpoint), **{**defaults, **options})
+def make_llm(checkpoint: Path, **changes: Any) -> LLM:  # noqa: ANN401 - LLM's own options
+    defaults = options(num_gpu_blocks_override=100, max_num_seqs=3)
+    return LLM(str(checkpoint), **{**defaults, **changes})
 
 
 @pytest.fixture(params=[False, True], ids=["in step", "one step ahead"])

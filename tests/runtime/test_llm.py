@@ -14,6 +14,7 @@ import torch
 import tiny_checkpoints
 from nv_core import CapacityError, ConfigError, RequestError, SamplingParams
 from nv_runtime import LLM, RequestOutput
+from tiny_engines import options
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
@@ -25,16 +26,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def make_llm(checkpoint: Path, **options: Any) -> LLM:  # noqa: ANN401 - LLM's own options
-    defaults: dict[str, Any] = {
-        "device": "cpu",
-        "dtype": "float32",
-        "block_size": 4,
-        "max_model_len": 128,
-        "num_gpu_blocks_override": 200,
-        "show_progress": False,
-    }
-    return LLM(str(checkpoint), **{**defaults, **options})
+def make_llm(checkpoint: Path, **changes: Any) -> LLM:  # noqa: ANN401 - LLM's own options
+    return LLM(str(checkpoint), **{**options(), **changes})
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from nv_core import SamplingParams
 from nv_runtime import LLM, RequestOutput
 from nv_runtime.kv_cache import allocate_kv_cache
 from tiny_checkpoints import TinySpec
+from tiny_engines import options
 
 pytestmark = pytest.mark.slow
 
@@ -82,18 +83,9 @@ def expected(case: Case) -> list[list[int]]:
         return tokens_of(generate(llm, case))
 
 
-def make_llm(case: Case, **options: Any) -> LLM:  # noqa: ANN401 - LLM's own options
-    defaults: dict[str, Any] = {
-        "device": "cpu",
-        "dtype": "float32",
-        "block_size": 4,
-        "max_model_len": 128,
-        "num_gpu_blocks_override": 300,
-        "skip_tokenizer_init": True,
-        "show_progress": False,
-        "rank_timeout_s": 120,
-    }
-    return LLM(str(case.path), **{**defaults, **options})
+def make_llm(case: Case, **changes: Any) -> LLM:  # noqa: ANN401 - LLM's own options
+    defaults = options(num_gpu_blocks_override=300, skip_tokenizer_init=True, rank_timeout_s=120)
+    return LLM(str(case.path), **{**defaults, **changes})
 
 
 @pytest.fixture

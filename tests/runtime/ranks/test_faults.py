@@ -42,6 +42,7 @@ from nv_runtime.ranks.processes import RankProcess
 from nv_runtime.ranks.ring import RingLayout
 from nv_runtime.ranks.segment import memory_folder
 from tiny_checkpoints import TinySpec
+from tiny_engines import options
 
 pytestmark = pytest.mark.slow
 
@@ -64,20 +65,15 @@ def expected(checkpoint: Path) -> list[list[int]]:
         return answers(llm)
 
 
-def make_llm(checkpoint: Path, **options: Any) -> LLM:  # noqa: ANN401 - LLM's own options
-    defaults: dict[str, Any] = {
-        "device": "cpu",
-        "dtype": "float32",
-        "block_size": 4,
-        "max_model_len": 128,
-        "num_gpu_blocks_override": 100,
-        "skip_tokenizer_init": True,
-        "show_progress": False,
-        "tensor_parallel_size": 2,
-        "rank_timeout_s": 60,
-        "rank_start_timeout_s": 60,
-    }
-    return LLM(str(checkpoint), **{**defaults, **options})
+def make_llm(checkpoint: Path, **changes: Any) -> LLM:  # noqa: ANN401 - LLM's own options
+    defaults = options(
+        num_gpu_blocks_override=100,
+        skip_tokenizer_init=True,
+        tensor_parallel_size=2,
+        rank_timeout_s=60,
+        rank_start_timeout_s=60,
+    )
+    return LLM(str(checkpoint), **{**defaults, **changes})
 
 
 def answers(llm: LLM) -> list[list[int]]:

@@ -20,18 +20,11 @@ from forked_ranks import is_running
 from nv_core import SamplingParams
 from nv_runtime import LLM
 from nv_runtime.ranks.segment import memory_folder
+from tiny_engines import options
 
 pytestmark = pytest.mark.slow
 
-OPTIONS: dict[str, Any] = {
-    "device": "cpu",
-    "dtype": "float32",
-    "block_size": 4,
-    "max_model_len": 128,
-    "num_gpu_blocks_override": 100,
-    "skip_tokenizer_init": True,
-    "show_progress": False,
-}
+OPTIONS = options(num_gpu_blocks_override=100, skip_tokenizer_init=True)
 
 # Read from standard input, where no process can import it again, and without a main guard.
 PROGRAM = """
