@@ -1,8 +1,8 @@
 """Throughput of nano-vLLM's benchmark workload, the same requests with the same seed.
 
 256 requests at once: prompts of 100 to 1,024 random tokens, answers of 100 to 1,024 tokens that
-never stop early, temperature 0.6. The first 256 that seed 0 draws have 142,827 prompt tokens and
-133,966 output tokens; every run draws fresh ones, since equal prompts would be prefix hits.
+never stop early, temperature 0.6. Those that seed 0 draws have 142,827 prompt tokens and 133,966
+output tokens. Every run serves the same ones, and finds nothing of the run before in the cache.
 
     python benchmarks/bench_offline.py --model qwen3-0.6b --repeat 3
 """
@@ -21,9 +21,9 @@ from nv_core import SamplingParams
 from nv_runtime import LLM
 from nv_runtime.bench.environment import describe_environment
 from nv_runtime.bench.profiling import profile_steps
-from nv_runtime.bench.roofline import measure_rates
+from nv_runtime.bench.roofline import DeviceRates, measure_rates
 from nv_runtime.bench.shapes import materialised
-from nv_runtime.bench.throughput import run_throughput, summarise_throughput
+from nv_runtime.bench.throughput import ThroughputRun, run_throughput, summarise_throughput
 from nv_runtime.bench.workload import Workload
 
 MAX_INPUT_LEN = MAX_OUTPUT_LEN = 1024
@@ -42,6 +42,12 @@ def nano_vllm_workload(generator: random.Random, num_prompts: int = 256) -> Work
         for _ in range(num_prompts)
     ]
     return Workload(prompts, params)
+
+
+def run_anew(llm: LLM, workload: Workload, *, rates: DeviceRates | None) -> ThroughputRun:
+    """Runs a workload as if for the first time."""
+    llm.reset_prefix_cache()
+    return run_throughput(llm, workload, rates=rates)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -73,16 +79,13 @@ def measure(model: str, options: dict[str, Any], arguments: argparse.Namespace) 
 
     On CUDA the idle share comes from a profiler's trace of 100 steady decode steps.
     """
-    generator = random.Random(0)
+    workload = nano_vllm_workload(random.Random(0), arguments.num_prompts)
     start = perf_counter()
     with LLM(model, show_progress=False, **options) as llm:
         ready_s = perf_counter() - start
         device = llm.config.resolve_device()
         rates = measure_rates(device, llm.config.resolve_dtype(llm.model_config.dtype, device))
-        runs = [
-            run_throughput(llm, nano_vllm_workload(generator, arguments.num_prompts), rates=rates)
-            for _ in range(arguments.repeat + 1)
-        ]
+        runs = [run_anew(llm, workload, rates=rates) for _ in range(arguments.repeat + 1)]
         result = {
             "construction_s": ready_s,
             # Warms up kernels, graphs and the allocator, and is not counted.
@@ -91,7 +94,7 @@ def measure(model: str, options: dict[str, Any], arguments: argparse.Namespace) 
             "device_rates": vars(rates),
         }
         if device.type == "cuda" or arguments.profile is not None:
-            workload = nano_vllm_workload(generator, arguments.num_prompts)
+            llm.reset_prefix_cache()
             use = profile_steps(llm, workload, path=arguments.profile)
             result["steady_decode"] = None if use is None else use.as_dict()
     return {**result, "environment": describe_environment(device)}

@@ -24,13 +24,12 @@ from typing import Any
 
 import torch
 
-from bench_offline import nano_vllm_workload
+from bench_offline import nano_vllm_workload, run_anew
 from nv_core import SamplingParams
 from nv_runtime import LLM
 from nv_runtime.bench.environment import describe_environment
 from nv_runtime.bench.latency import measure_latency, summarise_latency
 from nv_runtime.bench.shapes import materialised
-from nv_runtime.bench.throughput import run_throughput
 from nv_runtime.bench.workload import Workload, random_workload
 from ranks_all_reduce import measure_all_reduce
 
@@ -128,17 +127,14 @@ def equality(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 def speed(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Measures throughput and batch-1 latency, and the share of perfect scaling reached."""
     results: list[dict[str, Any]] = []
+    workload = nano_vllm_workload(random.Random(0), arguments.num_requests)
     for size in arguments.sizes:
         generator = random.Random(0)
         options = {"device": arguments.device, "fused_all_reduce": arguments.fused}
         with engine(arguments.model, size, **options) as (llm, ready_s):
-            for _ in range(2):  # compiles kernels and captures graphs
-                warm_up = nano_vllm_workload(generator, max(1, arguments.num_requests // 4))
-                run_throughput(llm, warm_up, rates=None)
+            run_anew(llm, workload, rates=None)  # compiles kernels and captures graphs
             rates = [
-                run_throughput(
-                    llm, nano_vllm_workload(generator, arguments.num_requests), rates=None
-                ).output_tokens_per_s
+                run_anew(llm, workload, rates=None).output_tokens_per_s
                 for _ in range(arguments.repeat)
             ]
             runs = measure_latency(

@@ -10,13 +10,16 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from typing import TYPE_CHECKING
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch._C._distributed_c10d import Store
 
     from nv_models.parallel import TensorParallel
@@ -66,7 +69,8 @@ class FusedAllReduce:
         self._memory = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device, name)
         self._memory.zero_()
         torch.cuda.synchronize(device)
-        self._handle = _SymmetricMemory.rendezvous(self._memory, name)
+        with _registered(name, ranks.group):
+            self._handle = _SymmetricMemory.rendezvous(self._memory, name)
         starts = self._handle.buffer_ptrs
 
         def addresses(offset: int) -> Tensor:
@@ -111,6 +115,21 @@ class FusedAllReduce:
             rank=self._rank,
             num_ranks=self._num_ranks,
         )
+
+
+@contextmanager
+def _registered(name: Any, group: Any) -> Iterator[None]:  # noqa: ANN401 - types vary with torch
+    """Lets torch find a group by a name, as newer versions do when memory is exchanged.
+
+    No longer than that: the registry would keep the group, and its communicator, alive.
+    """
+    from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
+
+    _register_process_group(name, group)
+    try:
+        yield
+    finally:
+        _unregister_process_group(name)
 
 
 def make_fused_all_reduce(
