@@ -193,11 +193,25 @@ def test_startup_counts_the_imports(tmp_path: Path, capsys: pytest.CaptureFixtur
         f" --num-iters-warmup 0 --num-iters-warm 0 --output-json {result}".split()
     )
     assert status == 0
-    assert "cold: engine ready after" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "cold: engine ready after" in printed
     report = json.loads(result.read_text())
     (run,) = report["cold"]["runs"]
     assert 0 < run["python_s"] < run["imported_s"] < run["ready_s"] < run["first_token_s"]
     assert "warm" not in report
+    names = [phase["name"] for phase in run["phases"]]
+    assert names[:3] == ["Python", "import torch", "import nv"]
+    assert names[-2:] == ["first token", "everything else"]
+    assert {"weights", "KV cache", "kernels", "CUDA graphs"} < set(names)
+    for phase in run["phases"]:
+        assert phase["seconds"] >= 0
+        assert f"  {phase['name']:<17} {phase['seconds']:6.2f} s" in printed
+    seconds = {phase["name"]: phase["seconds"] for phase in run["phases"]}
+    assert sum(seconds.values()) == pytest.approx(run["first_token_s"])
+    # The phases are the start: hardly anything lies between them.
+    assert seconds["everything else"] < 0.2 * run["first_token_s"]
+    assert seconds["Python"] == run["python_s"]
+    assert seconds["import torch"] + seconds["import nv"] <= run["imported_s"] - run["python_s"]
     assert report["options"]["skip_tokenizer_init"] is True
 
 

@@ -7,6 +7,7 @@ Tensors in, tensors out. Knows nothing of models or scheduling. Read `ops/` for 
 from nv_kernels.attention.backend import AttentionBackend
 from nv_kernels.attention.registry import available_attention_backends, select_attention_backend
 from nv_kernels.errors import KernelInputError
+from nv_kernels.kernel_watch import KernelWatch
 from nv_kernels.logit_rules import LogitAdjustments, TokenFilters
 from nv_kernels.metadata import AttentionMetadata, LayerKVCache
 from nv_kernels.ops.attention import paged_attention
@@ -26,6 +27,7 @@ __all__ = [
     "AttentionBackend",
     "AttentionMetadata",
     "KernelInputError",
+    "KernelWatch",
     "LayerKVCache",
     "LogitAdjustments",
     "TokenFilters",

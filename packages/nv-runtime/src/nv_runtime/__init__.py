@@ -63,10 +63,16 @@ _HOME_OF = {
 }
 
 
+_NEEDS_TORCH = ("LLM", "AsyncLLM", "EngineConfig")
+
+
 def __getattr__(name: str) -> object:
     """Imports a public name when it is first asked for."""
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in _NEEDS_TORCH:
+        # Before all other imports, since it times them.
+        import_module("nv_runtime.import_times")
     value = getattr(import_module(_HOME_OF[name]), name)
     globals()[name] = value
     return value

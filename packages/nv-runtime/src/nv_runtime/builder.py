@@ -6,14 +6,18 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from tqdm import tqdm
 
 from nv_core import ConfigError, SamplingParams, Scheduler, SchedulerConfig
-from nv_kernels import AttentionBackend, KernelInputError, select_attention_backend
+from nv_kernels import (
+    AttentionBackend,
+    KernelInputError,
+    KernelWatch,
+    select_attention_backend,
+)
 from nv_models import (
     SINGLE_RANK,
     CausalLM,
@@ -32,6 +36,7 @@ from nv_runtime.engine_stats import EngineStats
 from nv_runtime.executor import Executor
 from nv_runtime.generation_config import default_sampling_params, eos_token_ids
 from nv_runtime.hub import resolve_model
+from nv_runtime.import_times import IMPORT_SECONDS
 from nv_runtime.kv_cache import (
     KVCacheSpec,
     allocate_kv_cache,
@@ -47,6 +52,7 @@ from nv_runtime.ranks.agreement import (
     weight_facts,
 )
 from nv_runtime.sampler import derive_seed
+from nv_runtime.start_times import StartTimes
 from nv_runtime.step_log import EngineStepLog, make_header
 from nv_runtime.step_memory import estimate_step_memory
 
@@ -82,6 +88,7 @@ class EngineParts:
         default_sampling_params: For requests that bring none.
         model_config: The model's shape.
         max_model_len: Most tokens of one sequence.
+        start_times: Where the time of the start went.
     """
 
     engine: Engine
@@ -89,6 +96,7 @@ class EngineParts:
     default_sampling_params: SamplingParams
     model_config: ModelConfig
     max_model_len: int
+    start_times: StartTimes
 
 
 @dataclass(frozen=True)
@@ -126,20 +134,21 @@ class Ranks(Protocol):
 
 
 def build_engine(config: EngineConfig) -> EngineParts:
-    """Builds an engine; logs how long each phase took.
+    """Builds an engine; logs a table of how long each phase took.
 
     Raises:
         NvError: The options, the checkpoint or the memory do not allow it; the message says what
             to change.
     """
-    phases = Phases()
+    times = StartTimes(IMPORT_SECONDS)
     path = resolve_model(config.model, revision=config.revision)
     checkpoint = open_checkpoint(path)
+    times.end("configuration")
     device = _resolve_device(config)
     check_tensor_parallel_size(checkpoint.config, config.tensor_parallel_size)
     ranks = _start_ranks(config, path, device)
     try:
-        return _build_engine(config, checkpoint, ranks, device=device, phases=phases)
+        return _build_engine(config, checkpoint, ranks, device=device, times=times)
     except BaseException:
         ranks.shutdown()
         raise
@@ -152,7 +161,7 @@ def build_rank(
     agreement: Agreement | None,
     *,
     device: torch.device,
-    phases: Phases | None = None,
+    times: StartTimes | None = None,
 ) -> RankPart:
     """Builds one rank's part: its share of the model, its KV pool, and its runner.
 
@@ -162,18 +171,19 @@ def build_rank(
         tensor_parallel: Which rank of how many.
         agreement: Compares this rank with the others; None if it is the only one.
         device: Where it computes.
-        phases: Takes the times.
+        times: Takes the time of each phase.
 
     Raises:
         NvError: The options, the checkpoint or the memory do not allow it, or the ranks disagree.
     """
-    phases = phases or Phases()
+    times = times or StartTimes(IMPORT_SECONDS)
     model_config = checkpoint.config
     dtype = config.resolve_dtype(model_config.dtype, device)
     max_model_len = _resolve_max_model_len(config, model_config)
     if agreement is not None:
         agreement.require_equal(_facts(config, checkpoint, dtype=dtype))
     backend, block_size = _select_backend(config, model_config, device=device, dtype=dtype)
+    times.end("attention backend", backend.name)
     model = _load(
         checkpoint,
         config,
@@ -183,7 +193,10 @@ def build_rank(
         device=device,
         dtype=dtype,
     )
-    phases.end("weights")
+    if device.type == "cuda":
+        # Otherwise the last copies would count as the next phase's.
+        torch.cuda.synchronize(device)
+    times.end("weights", num_bytes=model.num_weight_bytes)
 
     spec = KVCacheSpec(
         num_layers=model_config.num_layers,
@@ -217,7 +230,10 @@ def build_rank(
         max_model_len = num_blocks * block_size
         logger.info("max_model_len=%d: what the KV cache holds", max_model_len)
     kv_caches = allocate_kv_cache(spec, num_blocks, device=device)
-    phases.end("KV cache")
+    times.end(
+        "KV cache",
+        f"{num_blocks} blocks of {block_size} tokens, {num_blocks * spec.block_bytes / 1e9:.2f} GB",
+    )
     runner = ModelRunner(
         model,
         kv_caches,
@@ -238,8 +254,12 @@ def _build_engine(
     ranks: Ranks,
     *,
     device: torch.device,
-    phases: Phases,
+    times: StartTimes,
 ) -> EngineParts:
+    if device.type == "cuda":
+        # The first allocation sets the device up.
+        torch.empty(1, device=device)
+    times.end("device", str(device))
     model_config = checkpoint.config
     tokenizer = None
     if not config.skip_tokenizer_init:
@@ -247,11 +267,13 @@ def _build_engine(
         from nv_runtime.tokenizer import load_tokenizer
 
         tokenizer = load_tokenizer(checkpoint)
-    phases.end("configuration and tokenizer")
+    times.end("tokenizer", "" if tokenizer is not None else "skipped")
     tensor_parallel, agreement = ranks.join()
     if agreement is not None:
-        phases.end("ranks")
-    part = build_rank(config, checkpoint, tensor_parallel, agreement, device=device, phases=phases)
+        times.end("ranks", f"{config.tensor_parallel_size} of them")
+    times.watch_kernels(KernelWatch(device))
+    part = build_rank(config, checkpoint, tensor_parallel, agreement, device=device, times=times)
+    times.watch_captures(part.runner.captures)
     max_model_len = part.max_model_len
     num_pool_tokens = part.num_blocks * part.block_size
     if num_pool_tokens < max_model_len:
@@ -293,22 +315,26 @@ def _build_engine(
             max_model_len=max_model_len,
             log_interval_s=config.log_stats_interval_s,
         )
-    phases.log()
+    engine = Engine(
+        scheduler,
+        ranks.make_executor(part.runner),
+        tokenizer=tokenizer,
+        vocab_size=model_config.vocab_size,
+        max_logprobs=config.max_logprobs,
+        num_steps_ahead=num_steps_ahead,
+        step_log=step_log,
+        stats=stats,
+        start_times=times,
+    )
+    times.end("engine")
+    times.log_ready()
     return EngineParts(
-        engine=Engine(
-            scheduler,
-            ranks.make_executor(part.runner),
-            tokenizer=tokenizer,
-            vocab_size=model_config.vocab_size,
-            max_logprobs=config.max_logprobs,
-            num_steps_ahead=num_steps_ahead,
-            step_log=step_log,
-            stats=stats,
-        ),
+        engine=engine,
         tokenizer=tokenizer,
         default_sampling_params=_default_sampling_params(config, checkpoint),
         model_config=model_config,
         max_model_len=max_model_len,
+        start_times=times,
     )
 
 
@@ -356,26 +382,6 @@ def _facts(config: EngineConfig, checkpoint: Checkpoint, *, dtype: torch.dtype) 
     if config.load_format != "dummy":
         facts.update(checkpoint_facts(checkpoint))
     return facts
-
-
-class Phases:
-    """Times the phases of a start."""
-
-    def __init__(self) -> None:
-        """Starts the first phase."""
-        self._last = monotonic()
-        self._seconds: dict[str, float] = {}
-
-    def end(self, name: str) -> None:
-        """Ends a phase and starts the next."""
-        now = monotonic()
-        self._seconds[name] = now - self._last
-        self._last = now
-
-    def log(self) -> None:
-        """Logs the time of each phase."""
-        parts = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self._seconds.items())
-        logger.info("ready in %.2f s: %s", sum(self._seconds.values()), parts)
 
 
 def _resolve_max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:

@@ -17,6 +17,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from time import monotonic
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -316,6 +317,25 @@ def _padded(size: int, buckets: list[int]) -> int:
     return buckets[bisect_left(buckets, size)]
 
 
+class CaptureCount:
+    """How many graphs were captured, and how long that took.
+
+    Attributes:
+        num_graphs: Graphs of all kinds.
+        seconds: Without the runs before the captures, in which kernels may be compiled.
+    """
+
+    def __init__(self) -> None:
+        """Starts at nothing."""
+        self.num_graphs = 0
+        self.seconds = 0.0
+
+    def note(self, seconds: float) -> None:
+        """Counts one more."""
+        self.num_graphs += 1
+        self.seconds += seconds
+
+
 class CaptureAttempts:
     """Captures graphs until a device has no memory for one more.
 
@@ -326,15 +346,17 @@ class CaptureAttempts:
     same collectives. So they agree on each attempt, and one without memory stops all of them.
     """
 
-    def __init__(self, ranks: TensorParallel, device: torch.device) -> None:
+    def __init__(self, ranks: TensorParallel, device: torch.device, count: CaptureCount) -> None:
         """Starts with memory for graphs.
 
         Args:
             ranks: Those that run the same steps.
             device: This rank's.
+            count: Is told of each capture.
         """
         self._ranks = ranks
         self._device = device
+        self._count = count
         self._has_memory = True
 
     def capture(
@@ -358,7 +380,9 @@ class CaptureAttempts:
         try:
             warm_up()
             is_warm = True
+            start = monotonic()
             captured = record()
+            self._count.note(monotonic() - start)
         except RuntimeError as error:  # torch.OutOfMemoryError is one
             is_out_of_step = self._ranks.size > 1 and not is_warm
             if is_out_of_step or not _is_out_of_memory(error):

@@ -34,6 +34,7 @@ from nv_runtime.model_runner import StepHandle
 from nv_runtime.prompt import TokenizedPrompt
 from nv_runtime.request import Request, now, params_of_further_answers
 from nv_runtime.request_checks import check_sampling_params
+from nv_runtime.start_times import StartTimes
 from nv_runtime.step_log import EngineStepLog
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class Engine:
         num_steps_ahead: int = 0,
         step_log: EngineStepLog | None = None,
         stats: EngineStats | None = None,
+        start_times: StartTimes | None = None,
     ) -> None:
         """Joins the parts; see `nv_runtime.builder` for how they are made.
 
@@ -66,6 +68,7 @@ class Engine:
             num_steps_ahead: How many steps are launched before the oldest is collected.
             step_log: Writes down what each step does; None for no log.
             stats: Counts what the engine does; None to count nothing.
+            start_times: Is told of the first token, which ends the start.
         """
         self.scheduler = scheduler
         self.runner = runner
@@ -76,6 +79,7 @@ class Engine:
         self._num_steps_ahead = num_steps_ahead
         self._step_log = step_log
         self.stats = stats
+        self._start_times = start_times
         self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
         self._requests: dict[str, Request] = {}
         self._owners: dict[int, tuple[Request, Answer]] = {}
@@ -127,6 +131,9 @@ class Engine:
                 self._step_log.note_collected(plan, done=now())
             self._in_flight.popleft()
             events = self.scheduler.commit(plan, tokens)
+            if self._start_times is not None and events.sampled:
+                self._start_times.note_first_token()
+                self._start_times = None
             self._note_logprobs(handle, events.sampled)
             updated += [self._note_progress(seq.seq_id) for seq in events.sampled]
         return updated
@@ -179,6 +186,9 @@ class Engine:
         request_id = self._free_id(request_id)
         sampling_params = with_tokenized_bad_words(sampling_params, self._tokenizer)
         self._check(sampling_params)
+        if self._start_times is not None and not self._requests:
+            # The start went on hold when the engine was ready.
+            self._start_times.skip()
         further = params_of_further_answers(sampling_params)
         arrival = now()
         first = self.scheduler.add(
@@ -233,6 +243,8 @@ class Engine:
             self.abort_all()
             if self._step_log is not None:
                 self._step_log.close()
+            if self._start_times is not None:
+                self._start_times.close()
         finally:
             self.runner.shutdown()
 

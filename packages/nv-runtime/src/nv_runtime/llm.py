@@ -29,6 +29,7 @@ from nv_runtime.prompt import (
     tokenize_prompt,
 )
 from nv_runtime.request import Request, now
+from nv_runtime.start_times import StartPhase
 from nv_runtime.stream import OutputStream
 from nv_runtime.vllm_options import engine_config_of, refuse_unsupported
 
@@ -266,6 +267,11 @@ class LLM:
             RequestError: The engine was made with `disable_log_stats=True`, the default.
         """
         return require_stats(self._open_parts().engine.stats).metrics()
+
+    @property
+    def start_phases(self) -> tuple[StartPhase, ...]:
+        """Where the time of the start went, up to the first token once there is one."""
+        return self._open_parts().start_times.phases
 
     @property
     def llm_engine(self) -> Engine:

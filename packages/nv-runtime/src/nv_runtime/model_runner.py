@@ -23,7 +23,7 @@ from torch import Tensor
 from nv_core import ScheduledSequence, StepPlan
 from nv_kernels import LayerKVCache, TokenLogprobs
 from nv_models import CausalLM
-from nv_runtime.cuda_graphs import CaptureAttempts, DecodeGraphs, MixedGraphs
+from nv_runtime.cuda_graphs import CaptureAttempts, CaptureCount, DecodeGraphs, MixedGraphs
 from nv_runtime.decode_step import DecodeStep
 from nv_runtime.device_batch import FIRST_BLOCK, TOKEN, DeviceBatch
 from nv_runtime.input_builder import layout_of, pack_step
@@ -59,7 +59,11 @@ class StepHandle:
 
 
 class ModelRunner:
-    """Executes plans with one model on one device."""
+    """Executes plans with one model on one device.
+
+    Attributes:
+        captures: Counts the CUDA graphs.
+    """
 
     def __init__(
         self,
@@ -87,6 +91,7 @@ class ModelRunner:
             use_graphs: Whether decode steps and short mixed steps run as CUDA graphs; CUDA only.
             seed_of: Gives a seed, from its `seq_id`, to a sequence that brought none.
         """
+        self.captures = CaptureCount()
         self._model = model
         self._block_size = block_size
         self._device = device
@@ -109,7 +114,7 @@ class ModelRunner:
         if use_graphs:
             self._mixed_graphs = MixedGraphs(
                 self._mixed_step,
-                attempts=CaptureAttempts(model.tensor_parallel, device),
+                attempts=CaptureAttempts(model.tensor_parallel, device, self.captures),
                 max_tokens=min(longest_graphed_step(model), max_num_batched_tokens),
                 max_num_seqs=max_num_seqs,
                 max_model_len=max_model_len,
@@ -118,7 +123,7 @@ class ModelRunner:
             self._decode_graphs = DecodeGraphs(
                 self._decode_step,
                 tables=self._batch.tables,
-                attempts=CaptureAttempts(model.tensor_parallel, device),
+                attempts=CaptureAttempts(model.tensor_parallel, device, self.captures),
                 padding_row=self._batch.padding_row,
                 max_num_seqs=max_num_seqs,
                 max_model_len=max_model_len,

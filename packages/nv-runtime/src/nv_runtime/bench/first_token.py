@@ -9,12 +9,14 @@ _STARTED = time.time()
 
 import json  # noqa: E402
 import sys  # noqa: E402
+from dataclasses import asdict  # noqa: E402
 
 
 def main() -> None:
     """Runs the job given as JSON on the command line and writes the times as JSON."""
     job = json.loads(sys.argv[1])
     from nv_runtime import LLM, SamplingParams
+    from nv_runtime.import_times import IMPORT_SECONDS
 
     imported = time.time()
     llm = LLM(job["model"], show_progress=False, **job["options"])
@@ -28,7 +30,9 @@ def main() -> None:
         "ready_s": ready,
         "first_token_s": first_token,
     }
-    sys.stdout.write(json.dumps(marks) + "\n")
+    phases = [asdict(phase) for phase in llm.start_phases]
+    report = {"marks": marks, "imports": dict(IMPORT_SECONDS), "phases": phases}
+    sys.stdout.write(json.dumps(report) + "\n")
 
 
 if __name__ == "__main__":

@@ -18,8 +18,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from nv_core import NvError
+from nv_runtime.start_times import StartPhase
 
-__all__ = ["StartupRun", "run_startup", "summarise_startup"]
+__all__ = ["StartupRun", "median_run", "run_startup", "summarise_startup"]
 
 
 class StartupError(NvError, RuntimeError):
@@ -35,12 +36,15 @@ class StartupRun:
         imported_s: `nv_runtime.LLM` is imported.
         ready_s: The engine is constructed.
         first_token_s: The first token is known.
+        phases: Where the time went, from the request for the process to the first token: rows of
+            name, seconds and detail whose seconds add up to `first_token_s`.
     """
 
     python_s: float
     imported_s: float
     ready_s: float
     first_token_s: float
+    phases: tuple[StartPhase, ...]
 
 
 def run_startup(
@@ -74,8 +78,25 @@ def run_startup(
         )
     if done.returncode:
         raise StartupError(f"the timed process failed: {done.stderr.strip()[-2000:]}")
-    marks = json.loads(done.stdout.splitlines()[-1])
-    return StartupRun(**{name: mark - start for name, mark in marks.items()})
+    report = json.loads(done.stdout.splitlines()[-1])
+    marks = {name: mark - start for name, mark in report["marks"].items()}
+    phases = [
+        StartPhase("Python", marks["python_s"]),
+        *(StartPhase(f"import {name}", seconds) for name, seconds in report["imports"].items()),
+        *(StartPhase(**phase) for phase in report["phases"]),
+    ]
+    rest = marks["first_token_s"] - sum(phase.seconds for phase in phases)
+    phases.append(StartPhase("everything else", rest))
+    return StartupRun(**marks, phases=tuple(phases))
+
+
+def median_run(runs: list[StartupRun]) -> StartupRun:
+    """The run whose first token came neither early nor late; of two, the earlier.
+
+    Args:
+        runs: At least one.
+    """
+    return sorted(runs, key=lambda run: run.first_token_s)[(len(runs) - 1) // 2]
 
 
 def summarise_startup(runs: list[StartupRun]) -> dict[str, Any]:

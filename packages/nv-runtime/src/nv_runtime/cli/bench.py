@@ -272,12 +272,13 @@ def startup(
     """Measure the time from the start of a new Python process to its first token.
 
     Cold starts find no compiled Triton kernels; warm ones find those of the warm-up. Neither drops
-    the machine's page cache.
+    the machine's page cache. A table says where the time of the median run went.
     """
     from nv_runtime.bench.environment import describe_environment
     from nv_runtime.bench.shapes import materialised
-    from nv_runtime.bench.startup import run_startup, summarise_startup
+    from nv_runtime.bench.startup import median_run, run_startup, summarise_startup
     from nv_runtime.engine_config import EngineConfig
+    from nv_runtime.start_times import format_phases
 
     options = _given(flags)
     result: dict[str, Any] = {}
@@ -299,6 +300,7 @@ def startup(
                 f"{name}: engine ready after {result[name]['median_ready_s']:.2f} s, first token "
                 f"after {result[name]['median_first_token_s']:.2f} s (medians of {len(runs)})"
             )
+            click.echo(format_phases(median_run(runs).phases))
     result |= {"model": model, "options": options, "environment": describe_environment(device)}
     _finish("startup", result, output_json)
 
@@ -317,11 +319,11 @@ def _measure(
     """Loads a model, measures, profiles if asked to, and adds where all that happened."""
     import random
 
+    from nv_runtime import LLM
     from nv_runtime.bench.environment import describe_environment
     from nv_runtime.bench.profiling import profile_steps as run_profile
     from nv_runtime.bench.roofline import measure_rates
     from nv_runtime.bench.shapes import materialised
-    from nv_runtime.llm import LLM
 
     options = _given(flags)
     with materialised(model) as (path, needed):

@@ -80,6 +80,6 @@ class CliSession:
 def load_llm(model: str, options: Mapping[str, Any]) -> ChatModel:
     """Loads a model with `nv_runtime.LLM`."""
     # Imported here: it brings torch, which takes seconds.
-    from nv_runtime.llm import LLM
+    from nv_runtime import LLM
 
     return LLM(model, **options)
