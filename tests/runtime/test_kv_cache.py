@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
@@ -10,12 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nv_core import CapacityError, ConfigError
-from nv_models import open_checkpoint
+from nv_models import CausalLM, ModelConfig, open_checkpoint
 from nv_runtime import LLM, EngineConfig, SamplingParams
-from nv_runtime.bench.shapes import materialised
+from nv_runtime.bench.shapes import SHAPES, materialised
 from nv_runtime.cuda_graphs import batch_buckets, token_buckets
 from nv_runtime.kv_cache import KVCacheSpec, size_kv_cache
 from nv_runtime.step_memory import StepMemory, estimate_step_memory
+
+if TYPE_CHECKING:
+    from nv_kernels import AttentionBackend
 
 GIB = 2**30
 CUDA = torch.device("cuda:0")
@@ -100,20 +103,23 @@ def test_the_longest_sequence_that_fits() -> None:
         EngineConfig(model="m", max_model_len="longest")
 
 
+def config_of(shape: str) -> ModelConfig:
+    with materialised(shape) as (path, _):
+        return open_checkpoint(path).config
+
+
+def estimate(shape: str = "qwen3-0.6b", **changes: Any) -> StepMemory:  # noqa: ANN401
+    options: dict[str, Any] = {
+        "dtype": torch.bfloat16,
+        "device": CUDA,
+        "max_num_tokens": 8192,
+        "max_num_seqs": 256,
+        "use_graphs": True,
+    }
+    return estimate_step_memory(config_of(shape), **{**options, **changes})
+
+
 def test_a_steps_memory_grows_with_what_it_is_for() -> None:
-    with materialised("qwen3-0.6b") as (path, _):
-        config = open_checkpoint(path).config
-
-    def estimate(**changes: Any) -> StepMemory:  # noqa: ANN401
-        options: dict[str, Any] = {
-            "dtype": torch.bfloat16,
-            "device": CUDA,
-            "max_num_tokens": 8192,
-            "max_num_seqs": 256,
-            "use_graphs": True,
-        }
-        return estimate_step_memory(config, **{**options, **changes})
-
     usual = estimate()
     # 8,192 rows of residual, input, gate-and-up product and activation, two bytes each
     assert usual.activation_bytes == 8192 * 2 * (3 * 1024 + 3 * 3072 + 1024)
@@ -123,6 +129,38 @@ def test_a_steps_memory_grows_with_what_it_is_for() -> None:
     assert estimate(max_num_tokens=16384).activation_bytes == 2 * usual.activation_bytes
     assert estimate(use_graphs=False).graph_bytes == 0
     assert estimate(device=torch.device("cpu")).workspace_bytes == 0
+
+
+def test_graphs_count_only_up_to_the_longest_step_that_has_one() -> None:
+    def graph_bytes(**changes: Any) -> int:  # noqa: ANN401
+        return estimate("qwen3-8b", **changes).graph_bytes
+
+    # Query, output, two of key and value, and gate, up and down; two operations per weight.
+    layer = 4096 * 4096 * 2 + 2 * 4096 * 1024 + 3 * 4096 * 12288
+    longest = int(0.9e-3 * 600e12 / (2 * layer))
+    assert longest == 1399
+    token_bytes = 2 * (3 * 4096 + 3 * 12288)
+    # 16, 32, 64, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280 and 1399; and 35 of decodes
+    own = (14 + 35) * 8 * 2**20
+    logits_bytes = 256 * 151_936 * 2
+    assert graph_bytes() == (longest + 256) * token_bytes + logits_bytes + own
+    # A longer budget changes nothing, a shorter one does, and so does a share of each layer.
+    assert graph_bytes(max_num_tokens=32768) == graph_bytes()
+    assert graph_bytes(max_num_tokens=1024) < graph_bytes()
+    two = (2 * longest + 1 + 256) * token_bytes + logits_bytes
+    assert graph_bytes(tensor_parallel_size=2) - two == pytest.approx(own, rel=0.1)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_weights_of_a_layer_are_known_before_the_model_is_loaded(name: str) -> None:
+    config = config_of(name)
+    model = CausalLM(
+        config,
+        device="meta",
+        dtype=torch.bfloat16,
+        attention_backend=cast("AttentionBackend", None),
+    )
+    assert sum(p.numel() for p in model.layers[0].parameters()) == config.num_layer_weights
 
 
 @given(st.integers(1, 3000))

@@ -115,6 +115,17 @@ class ModelConfig:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype}")
 
     @property
+    def num_layer_weights(self) -> int:
+        """Elements of all weights of one decoder layer."""
+        query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        hidden, inner = self.hidden_size, self.intermediate_size
+        attention = hidden * (query + 2 * key) + query * hidden
+        attention += (query + 2 * key) * self.qkv_bias + hidden * self.o_proj_bias
+        attention += 2 * self.head_dim * self.qk_norm
+        mlp = 3 * hidden * inner + (2 * inner + hidden) * self.mlp_bias
+        return attention + mlp + 2 * hidden
+
+    @property
     def longest_model_len(self) -> int:
         """Most tokens of a sequence that can be asked for: as declared, stretched by the scaling.
 

@@ -216,6 +216,7 @@ def build_rank(
             device=device,
             max_num_tokens=max(config.max_num_batched_tokens, config.max_num_seqs),
             max_num_seqs=config.max_num_seqs,
+            tensor_parallel_size=config.tensor_parallel_size,
             use_graphs=_uses_graphs(config, device),
         ),
         gpu_memory_utilization=config.gpu_memory_utilization,

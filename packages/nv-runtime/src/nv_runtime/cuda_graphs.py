@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from nv_core import StepPlan
-from nv_models import TensorParallel
+from nv_models import ModelConfig, TensorParallel
 from nv_runtime.decode_step import DecodeStep
 from nv_runtime.input_builder import StepLayout
 from nv_runtime.mixed_step import MixedStep
@@ -72,6 +72,21 @@ def token_buckets(max_tokens: int) -> list[int]:
         sizes |= {start * quarters // 4 for quarters in (5, 6, 7, 8)}
         start *= 2
     return sorted(size for size in sizes if size <= max_tokens)
+
+
+def longest_graphed_step(config: ModelConfig, tensor_parallel_size: int) -> int:
+    """Number of tokens from which on a graph of a step with prompts saves nothing.
+
+    Launching a layer eagerly takes the host some 0.9 ms (measured beside an H200, where that is ten
+    kernels); a device of 600 TFLOP/s that needs longer than that for a layer waits for nothing.
+    Anything of this order will do: what it decides between differs little there.
+
+    Args:
+        config: The model.
+        tensor_parallel_size: How many ranks share each layer.
+    """
+    num_weights = config.num_layer_weights / tensor_parallel_size
+    return int(0.9e-3 * 600e12 / (2 * num_weights))
 
 
 def seq_buckets(max_num_seqs: int) -> list[int]:

@@ -23,7 +23,13 @@ from torch import Tensor
 from nv_core import ScheduledSequence, StepPlan
 from nv_kernels import LayerKVCache, TokenLogprobs
 from nv_models import CausalLM
-from nv_runtime.cuda_graphs import CaptureAttempts, CaptureCount, DecodeGraphs, MixedGraphs
+from nv_runtime.cuda_graphs import (
+    CaptureAttempts,
+    CaptureCount,
+    DecodeGraphs,
+    MixedGraphs,
+    longest_graphed_step,
+)
 from nv_runtime.decode_step import DecodeStep
 from nv_runtime.device_batch import FIRST_BLOCK, TOKEN, DeviceBatch
 from nv_runtime.input_builder import layout_of, pack_step
@@ -115,7 +121,10 @@ class ModelRunner:
             self._mixed_graphs = MixedGraphs(
                 self._mixed_step,
                 attempts=CaptureAttempts(model.tensor_parallel, device, self.captures),
-                max_tokens=min(longest_graphed_step(model), max_num_batched_tokens),
+                max_tokens=min(
+                    longest_graphed_step(model.config, model.tensor_parallel.size),
+                    max_num_batched_tokens,
+                ),
                 max_num_seqs=max_num_seqs,
                 max_model_len=max_model_len,
                 block_size=block_size,
@@ -252,17 +261,6 @@ class ModelRunner:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
-
-
-def longest_graphed_step(model: CausalLM) -> int:
-    """Number of tokens from which on a graph saves nothing.
-
-    Launching a layer eagerly takes the host some 0.9 ms (measured beside an H200, where that is ten
-    kernels); a device of 600 TFLOP/s that needs longer than that for a layer waits for nothing.
-    Anything of this order will do: what it decides between differs little there.
-    """
-    num_layer_weights = sum(p.numel() for p in model.layers[0].parameters())
-    return int(0.9e-3 * 600e12 / (2 * num_layer_weights))
 
 
 _num_computed_tokens = attrgetter("num_computed_tokens")

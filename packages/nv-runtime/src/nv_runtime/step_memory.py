@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from nv_models import ModelConfig
-from nv_runtime.cuda_graphs import batch_buckets, token_buckets
+from nv_runtime.cuda_graphs import batch_buckets, longest_graphed_step, token_buckets
 
 MIB = 1024**2
 
@@ -50,6 +50,7 @@ def estimate_step_memory(
     device: torch.device,
     max_num_tokens: int,
     max_num_seqs: int,
+    tensor_parallel_size: int = 1,
     use_graphs: bool,
 ) -> StepMemory:
     """Works out what a step needs, from the shapes.
@@ -59,8 +60,8 @@ def estimate_step_memory(
     model's dtype, and at most six 32-bit values beside each: the tables of counts and biases, which
     stay once a request has needed them, and a sort where more than 32 log-probabilities are asked
     for (its indices count double). Graphs have memory pools of their own, one for decode steps and
-    one for steps with prompts, each as large as its largest step: what one graph needs for a
-    moment, the others of its pool use too.
+    one for steps with prompts, each as large as the longest step that has a graph: what one graph
+    needs for a moment, the others of its pool use too.
 
     Args:
         config: The model.
@@ -68,6 +69,8 @@ def estimate_step_memory(
         device: Where it runs.
         max_num_tokens: Most tokens in one step.
         max_num_seqs: Most rows that are sampled in one step.
+        tensor_parallel_size: How many ranks share the model; the more, the longer are the steps
+            that are worth a graph.
         use_graphs: Whether steps run as CUDA graphs.
     """
     heads = config.num_heads + 2 * config.num_kv_heads
@@ -77,8 +80,9 @@ def estimate_step_memory(
     logits_bytes = config.vocab_size * dtype.itemsize
     graph_bytes = 0
     if use_graphs:
-        num_graphs = len(batch_buckets(max_num_seqs)) + len(token_buckets(max_num_tokens))
-        pools = (max_num_tokens + max_num_seqs) * token_bytes + max_num_seqs * logits_bytes
+        max_graphed = min(longest_graphed_step(config, tensor_parallel_size), max_num_tokens)
+        num_graphs = len(batch_buckets(max_num_seqs)) + len(token_buckets(max_graphed))
+        pools = (max_graphed + max_num_seqs) * token_bytes + max_num_seqs * logits_bytes
         graph_bytes = pools + num_graphs * _GRAPH_BYTES
     return StepMemory(
         activation_bytes=max_num_tokens * token_bytes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from nv_core.errors import ConfigError
@@ -11,8 +12,12 @@ from nv_core.sim.model_shape import ModelShape
 WORKSPACE_BYTES = 128 * 2**20
 """What libraries take for themselves."""
 
-NUM_GRAPHS = 60
-"""Sizes of steps that the engine captures as CUDA graphs, with its default limits."""
+NUM_DECODE_GRAPHS = 35
+"""Sizes of decode steps that the engine captures as CUDA graphs, with its default limits."""
+
+GRAPHED_OPERATIONS = 0.9e-3 * 600e12
+"""Operations of one layer from which on a step with prompts has no graph: a GPU is busy for longer
+than the host needs to launch the layer."""
 
 GRAPH_BYTES = 8 * 2**20
 """The driver's own memory of a graph."""
@@ -99,8 +104,11 @@ def plan_capacity(
     sampling = max_num_seqs * (logits_bytes + model.vocab_size * 6 * 4)
     activations = ranks * (most_tokens * token_bytes + sampling)
     # Graphs of decodes and of steps with prompts share one pool each, as large as the largest.
-    pools = (most_tokens + max_num_seqs) * token_bytes + max_num_seqs * logits_bytes
-    graphs = ranks * (pools + NUM_GRAPHS * GRAPH_BYTES + WORKSPACE_BYTES)
+    layer_operations = 2 * model.num_matmul_parameters / model.num_layers / ranks
+    most_graphed = min(most_tokens, int(GRAPHED_OPERATIONS / layer_operations))
+    pools = (most_graphed + max_num_seqs) * token_bytes + max_num_seqs * logits_bytes
+    num_graphs = NUM_DECODE_GRAPHS + _num_mixed_graphs(most_graphed)
+    graphs = ranks * (pools + num_graphs * GRAPH_BYTES + WORKSPACE_BYTES)
     left = memory - model.weight_bytes - activations - graphs
     if num_blocks is None:
         num_blocks = max(0, left) // (model.kv_bytes_per_token * block_size)
@@ -115,3 +123,11 @@ def plan_capacity(
         block_size=block_size,
         max_model_len=max_model_len,
     )
+
+
+def _num_mixed_graphs(most_tokens: int) -> int:
+    """How many sizes of steps with prompts have a graph: eight up to 512, then four a doubling."""
+    if most_tokens <= 512:
+        return 8
+    doublings = math.floor(math.log2(most_tokens / 512))
+    return 8 + 4 * doublings + math.ceil(4 * (most_tokens / (512 << doublings) - 1))

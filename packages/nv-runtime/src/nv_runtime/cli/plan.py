@@ -89,16 +89,9 @@ class Fit:
 
 def count_parameters(config: ModelConfig) -> int:
     """Counts the elements of all weights of a decoder, shared ones once."""
-    query = config.num_heads * config.head_dim
-    key = config.num_kv_heads * config.head_dim
-    hidden, inner = config.hidden_size, config.intermediate_size
-    attention = hidden * (query + 2 * key) + query * hidden
-    attention += (query + 2 * key) * config.qkv_bias + hidden * config.o_proj_bias
-    attention += 2 * config.head_dim * config.qk_norm
-    mlp = 3 * hidden * inner + (2 * inner + hidden) * config.mlp_bias
-    layer = attention + mlp + 2 * hidden
+    hidden = config.hidden_size
     embeddings = config.vocab_size * hidden * (1 if config.tie_word_embeddings else 2)
-    return config.num_layers * layer + embeddings + hidden
+    return config.num_layers * config.num_layer_weights + embeddings + hidden
 
 
 def gather_facts(checkpoint: Checkpoint, dtype: torch.dtype) -> ModelFacts:
@@ -162,6 +155,7 @@ def fit_memory(
         device=device,
         max_num_tokens=max(engine.max_num_batched_tokens, engine.max_num_seqs),
         max_num_seqs=engine.max_num_seqs,
+        tensor_parallel_size=engine.tensor_parallel_size,
         use_graphs=device.type == "cuda" and not engine.enforce_eager,
     ).total_bytes
     share = engine.gpu_memory_utilization
