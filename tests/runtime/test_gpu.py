@@ -16,9 +16,12 @@ from nv_core import SamplingParams, Scheduler, SchedulerConfig
 from nv_kernels import available_attention_backends, select_attention_backend
 from nv_models import load_model, open_checkpoint
 from nv_runtime import LLM
+from nv_runtime.bench.shapes import materialised
+from nv_runtime.cuda_graphs import batch_buckets
 from nv_runtime.input_builder import layout_of, pack_step
 from nv_runtime.kv_cache import KVCacheSpec, allocate_kv_cache
 from nv_runtime.mixed_step import MixedStep
+from nv_runtime.step_memory import estimate_step_memory
 from tiny_checkpoints import TinySpec
 
 pytestmark = pytest.mark.gpu
@@ -123,6 +126,7 @@ def test_float32_tokens_equal_those_of_transformers(name: str, tmp_path: Path) -
         {"enforce_eager": True, "async_scheduling": False},
         {"enforce_eager": True},
         {"async_scheduling": False, "max_num_seqs": 3},
+        {"graph_capture": "start", "max_num_seqs": 5},
         {"max_num_batched_tokens": 9},
         {"num_gpu_blocks_override": 12, "block_size": 16},
     ):
@@ -139,6 +143,33 @@ def test_float32_tokens_equal_those_of_transformers(name: str, tmp_path: Path) -
             for _ in range(2):
                 outputs = llm.generate(prompts, params, use_tqdm=False)
                 assert [list(o.outputs[0].token_ids) for o in outputs] == expected
+
+
+def test_graphs_captured_ahead_take_the_memory_that_is_kept_for_them() -> None:
+    with materialised("qwen3-0.6b") as (path, needed):
+        config = open_checkpoint(path).config
+        kept = estimate_step_memory(
+            config,
+            dtype=torch.bfloat16,
+            device=torch.device("cuda"),
+            max_num_tokens=8192,
+            max_num_seqs=256,
+            use_graphs=True,
+        ).graph_bytes
+        settings: dict[str, Any] = {"max_model_len": 2048, "show_progress": False, **needed}
+        with LLM(path, gpu_memory_utilization=0.5, **settings) as llm:
+            greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+            prompts = [[i, 7, 9] for i in range(50)]
+            expected = [o.outputs[0].token_ids for o in llm.generate(prompts, greedy)]
+            torch.cuda.synchronize()
+            before, _ = torch.cuda.mem_get_info()
+            num_captured = llm.capture_graphs(use_tqdm=False)
+            assert num_captured == len(batch_buckets(256)) - 1
+            torch.cuda.synchronize()
+            after, _ = torch.cuda.mem_get_info()
+            assert before - after < kept
+            assert [o.outputs[0].token_ids for o in llm.generate(prompts, greedy)] == expected
+            assert llm.capture_graphs(use_tqdm=False) == 0
 
 
 def test_graphs_and_overlap_change_no_token(tmp_path: Path) -> None:

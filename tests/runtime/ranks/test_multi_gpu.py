@@ -97,6 +97,15 @@ class TestTwoGpus:
             assert answers(llm, MIXED) == expected
             assert answers(llm, MIXED) == expected
 
+    def test_ranks_capture_graphs_together(self, checkpoint: Path) -> None:
+        with make_llm(checkpoint) as llm:
+            expected = answers(llm, MIXED)
+        options = {"graph_capture": "start", "max_num_seqs": 12}
+        with make_llm(checkpoint, tensor_parallel_size=2, **options) as llm:
+            assert answers(llm, MIXED) == expected
+            assert llm.capture_graphs(use_tqdm=False) > 0  # for what the last step needed
+            assert answers(llm, MIXED) == expected
+
     @pytest.mark.parametrize("delay_s", [0.0, 0.5])
     def test_a_killed_rank(self, checkpoint: Path, delay_s: float) -> None:
         llm = make_llm(checkpoint, tensor_parallel_size=2, max_model_len=4096)

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from nv_core import SamplingParams
 from nv_runtime.builder import EngineParts, build_engine
+from nv_runtime.capture_ahead import capture_graphs
 from nv_runtime.conversation import Message, render_conversation
 from nv_runtime.engine_config import EngineConfig
 from nv_runtime.engine_stats import require_stats
@@ -72,7 +74,9 @@ class AsyncLLM:
     def _start(self, config: EngineConfig) -> None:
         self.config = config
         self._parts: EngineParts = build_engine(config)
-        self._thread = EngineThread(self._parts.engine)
+        self._thread = EngineThread(
+            self._parts.engine, captures_when_idle=config.captures_when_idle
+        )
 
     async def generate(
         self,
@@ -194,6 +198,15 @@ class AsyncLLM:
         """Makes everything that was computed so far unfindable for later requests."""
         scheduler = self._parts.engine.scheduler
         await asyncio.wrap_future(self._thread.call(scheduler.reset_prefix_cache))
+
+    async def capture_graphs(self) -> int:
+        """Captures the CUDA graphs of decode steps of all sizes; see `LLM.capture_graphs`.
+
+        Requests wait meanwhile. With `graph_capture="idle"`, the default, the engine does the same
+        by itself, and lets requests go first.
+        """
+        capture = partial(capture_graphs, self._parts.engine, show_progress=False)
+        return await asyncio.wrap_future(self._thread.call(capture))
 
     async def get_metrics(self) -> list[Metric]:
         """Returns what the engine has counted, as of a moment between two steps.

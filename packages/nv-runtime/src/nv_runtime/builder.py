@@ -30,6 +30,7 @@ from nv_models import (
     open_checkpoint,
 )
 from nv_models.config import read_json_object
+from nv_runtime.capture_ahead import capture_graphs
 from nv_runtime.engine import Engine
 from nv_runtime.engine_config import GENERATION_CONFIGS, EngineConfig
 from nv_runtime.engine_stats import EngineStats
@@ -52,6 +53,7 @@ from nv_runtime.ranks.agreement import (
     weight_facts,
 )
 from nv_runtime.sampler import derive_seed
+from nv_runtime.sampling_needs import lasting_needs_of
 from nv_runtime.start_times import StartTimes
 from nv_runtime.step_log import EngineStepLog, make_header
 from nv_runtime.step_memory import estimate_step_memory
@@ -70,6 +72,7 @@ _OPTIONS_OF_ALL_RANKS = (
     "max_num_batched_tokens",
     "tensor_parallel_size",
     "enforce_eager",
+    "graph_capture",
     "fused_all_reduce",
     "attention_backend",
     "load_format",
@@ -245,6 +248,9 @@ def build_rank(
         device=device,
         use_graphs=_uses_graphs(config, device) and not tensor_parallel.stages_on_host,
         seed_of=lambda seq_id: derive_seed(config.seed, seq_id),
+        usual_needs=lasting_needs_of(
+            _default_sampling_params(config, checkpoint), model_config.vocab_size
+        ),
     )
     return RankPart(runner, model, dtype, block_size, num_blocks, max_model_len)
 
@@ -328,6 +334,9 @@ def _build_engine(
         start_times=times,
     )
     times.end("engine")
+    if config.graph_capture == "start":
+        capture_graphs(engine, show_progress=config.show_progress)
+        times.end("captures ahead")
     times.log_ready()
     return EngineParts(
         engine=engine,

@@ -111,6 +111,10 @@ def context_bound(max_context_len: int, max_model_len: int) -> int:
     return max(min(bound, max_model_len), max_context_len)
 
 
+MAX_GRAPHS_AHEAD = 2
+"""How many times the number of batch sizes there may be decode graphs before none is captured
+ahead any more: requests with other needs of sampling would otherwise fill the memory."""
+
 _DecodeKey: TypeAlias = "tuple[int, int, SamplingNeeds, tuple[int, ...]]"
 """Padded batch size, context bound, needs of sampling, and the shape of the banned words."""
 
@@ -127,6 +131,7 @@ class DecodeGraphs:
         padding_row: int,
         max_num_seqs: int,
         max_model_len: int,
+        usual_needs: SamplingNeeds,
     ) -> None:
         """Captures nothing yet.
 
@@ -137,6 +142,7 @@ class DecodeGraphs:
             padding_row: Row that a warm-up run may use without harm.
             max_num_seqs: Largest batch.
             max_model_len: Longest context.
+            usual_needs: What is captured ahead until a step has shown what is asked for.
         """
         self._step = step
         self._tables = tables
@@ -145,6 +151,8 @@ class DecodeGraphs:
         self._buckets = batch_buckets(max_num_seqs)
         self._graphs: dict[_DecodeKey, tuple[torch.cuda.CUDAGraph, SampledTokens]] = {}
         self._attempts = attempts
+        # What steps are like: bound of the context and needs of the last one.
+        self._newest = (context_bound(1, max_model_len), usual_needs)
         self._pool = torch.cuda.graph_pool_handle()
 
     def padded_size(self, batch_size: int) -> int:
@@ -164,7 +172,8 @@ class DecodeGraphs:
             ones, of an eager run, where there is no memory left for a graph.
         """
         bound = context_bound(max_context_len, self._max_model_len)
-        key = (batch.shape[0], bound, needs, self._tables.banned_shape * needs.banned_words)
+        self._newest = (bound, needs)
+        key = self._key(batch.shape[0])
         if key not in self._graphs:
             captured = self._capture(batch, max_context_len=bound, needs=needs)
             if captured is None:
@@ -173,6 +182,42 @@ class DecodeGraphs:
         graph, output = self._graphs[key]
         graph.replay()
         return output
+
+    @property
+    def num_ahead(self) -> int:
+        """Graphs that `capture_next` would capture: those of all sizes for steps like the last.
+
+        The same on every rank, since all run the same steps.
+        """
+        if not self._attempts.has_memory:
+            return 0
+        num_missing = sum(self._key(size) not in self._graphs for size in self._buckets)
+        return min(num_missing, max(0, MAX_GRAPHS_AHEAD * len(self._buckets) - len(self._graphs)))
+
+    def capture_next(self, batch: Tensor) -> bool:
+        """Captures one graph that no step has needed yet, the smallest first.
+
+        Args:
+            batch: The arena's batch, uncut.
+
+        Returns:
+            Whether there was one, and memory for it.
+        """
+        if self.num_ahead == 0:
+            return False
+        bound, needs = self._newest
+        self._tables.make(needs)
+        size = next(size for size in self._buckets if self._key(size) not in self._graphs)
+        captured = self._capture(batch[:size], max_context_len=bound, needs=needs)
+        if captured is None:
+            return False
+        self._graphs[self._key(size)] = captured
+        return True
+
+    def _key(self, size: int) -> _DecodeKey:
+        """What a graph for steps like the last one is filed under."""
+        bound, needs = self._newest
+        return (size, bound, needs, self._tables.banned_shape * needs.banned_words)
 
     def _capture(
         self, batch: Tensor, *, max_context_len: int, needs: SamplingNeeds
@@ -359,6 +404,9 @@ class CaptureAttempts:
 
     Ranks must capture the same graphs: what one runs eagerly and another replays would not be the
     same collectives. So they agree on each attempt, and one without memory stops all of them.
+
+    Attributes:
+        has_memory: Whether an attempt may succeed.
     """
 
     def __init__(self, ranks: TensorParallel, device: torch.device, count: CaptureCount) -> None:
@@ -372,7 +420,7 @@ class CaptureAttempts:
         self._ranks = ranks
         self._device = device
         self._count = count
-        self._has_memory = True
+        self.has_memory = True
 
     def capture(
         self, *, warm_up: Callable[[], object], record: Callable[[], _Captured]
@@ -388,7 +436,7 @@ class CaptureAttempts:
             What `record` returned; None if there was no memory for it, now or before, here or on
             another rank.
         """
-        if not self._has_memory:
+        if not self.has_memory:
             return None
         captured: _Captured | None = None
         is_warm = False
@@ -404,7 +452,7 @@ class CaptureAttempts:
                 raise
         if self._is_there_for_all(captured):
             return captured
-        self._has_memory = False
+        self.has_memory = False
         torch.cuda.empty_cache()
         logger.warning(
             "no memory is left to capture a CUDA graph; steps of new sizes run without one, "

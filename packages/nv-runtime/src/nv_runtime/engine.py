@@ -232,6 +232,16 @@ class Engine:
                 self._note_progress(answer.sequence.seq_id, sampled=False)
         return request
 
+    @property
+    def num_graphs_ahead(self) -> int:
+        """See `Executor`."""
+        return self.runner.num_graphs_ahead
+
+    @interrupts_deferred()
+    def capture_next_graph(self) -> bool:
+        """See `Executor`; an interrupt from the keyboard takes effect at its end."""
+        return self.runner.capture_next_graph()
+
     def abort_all(self) -> None:
         """Ends every request."""
         for request_id in list(self._requests):

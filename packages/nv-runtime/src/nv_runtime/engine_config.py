@@ -36,6 +36,8 @@ DTYPES = {
 
 GENERATION_CONFIGS = ("auto", "vllm")
 
+GRAPH_CAPTURES = ("idle", "lazy", "start")
+
 MAX_TENSOR_PARALLEL_SIZE = 8
 
 DISTRIBUTED_EXECUTORS = ("mp", "external")
@@ -81,6 +83,10 @@ class EngineConfig:
             compiling of kernels and the capture of graphs.
         rank_start_timeout_s: Seconds that the ranks may take to be ready, loading included.
         enforce_eager: Never uses CUDA graphs.
+        graph_capture: When the CUDA graphs of decode steps are captured: "start", all sizes before
+            the engine is ready, which takes seconds; "lazy", each when a step of its size first
+            occurs, which then takes tens of milliseconds longer; or "idle", like "lazy", and
+            `AsyncLLM` captures the other sizes while no request is open, one at a time.
         async_scheduling: Whether the next step is planned and launched while the device still runs
             the last one; None for yes on CUDA, no on a CPU. Outputs are the same.
         enable_prefix_caching: Whether equal prefixes share KV blocks.
@@ -129,6 +135,7 @@ class EngineConfig:
     rank_timeout_s: float = 300.0
     rank_start_timeout_s: float = 600.0
     enforce_eager: bool = False
+    graph_capture: str = "idle"
     async_scheduling: bool | None = None
     enable_prefix_caching: bool = True
     attention_backend: str = "auto"
@@ -210,9 +217,19 @@ class EngineConfig:
         except ConfigError as error:
             raise ConfigError(f"scheduling_policy: {error}") from error
         self._check_choice("load_format", LOAD_FORMATS)
+        self._check_choice("graph_capture", GRAPH_CAPTURES)
         self._check_generation_config()
         if not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed must be an integer in [0, 2**63), got {self.seed!r}")
+
+    @property
+    def captures_when_idle(self) -> bool:
+        """Whether an engine that runs by itself uses idle time for captures.
+
+        Not under an external launcher: every rank would find idle time of its own, and all of them
+        must capture the same graphs at the same point.
+        """
+        return self.graph_capture == "idle" and self.distributed_executor != "external"
 
     def resolve_device(self) -> torch.device:
         """Returns the device to run on; a CUDA device with its number.

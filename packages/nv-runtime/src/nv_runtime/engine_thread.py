@@ -83,13 +83,14 @@ class Subscription:
 class EngineThread:
     """Runs an engine until it is stopped, fails, or nobody holds this object any more."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, captures_when_idle: bool = False) -> None:
         """Starts the thread.
 
         Args:
             engine: An idle engine, which from now on belongs to the thread.
+            captures_when_idle: Whether it captures CUDA graphs ahead while it has nothing to do.
         """
-        self._server = _Server(engine)
+        self._server = _Server(engine, captures_when_idle=captures_when_idle)
         # A daemon, since one that is waited for at exit could not be stopped by then.
         self._thread = threading.Thread(target=self._server.run, name="nv-engine", daemon=True)
         self._thread.start()
@@ -189,8 +190,9 @@ class _Client:
 class _Server:
     """The thread's side: everything but `send` and the properties runs in the thread."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, captures_when_idle: bool) -> None:
         self.engine = engine
+        self._captures_when_idle = captures_when_idle
         self.failure: BaseException | None = None
         self._commands: SimpleQueue[_Command] = SimpleQueue()
         self._clients: dict[Subscription, _Client] = {}
@@ -234,7 +236,8 @@ class _Server:
                 if self.engine.has_work:
                     self._note_news(self.engine.step())
                 # After the step, so that whoever took an output meanwhile gets the next one now.
-                self._run_commands(waits=not (self.engine.has_work or self._with_news))
+                is_idle = not (self.engine.has_work or self._with_news)
+                self._run_commands(waits=is_idle and not self._capture_next_graph())
                 self._deliver()
         except BaseException as error:  # noqa: BLE001 - nobody else would ever hear of it
             self.failure = error
@@ -301,6 +304,16 @@ class _Server:
             except Empty:
                 return
             command()
+
+    def _capture_next_graph(self) -> bool:
+        """Uses idle time for one graph, so that whoever comes meanwhile waits for one at most.
+
+        Returns:
+            Whether there may be another.
+        """
+        if not self._captures_when_idle or not self._commands.empty():
+            return False
+        return self.engine.capture_next_graph()
 
     def _note_news(self, requests: Iterable[Request]) -> None:
         for request in requests:

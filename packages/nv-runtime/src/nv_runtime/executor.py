@@ -24,6 +24,17 @@ class Executor(Protocol):
     def collect(self, handle: StepHandle) -> dict[int, int]:
         """Waits for a step and returns the token of each sequence that got one."""
 
+    @property
+    def num_graphs_ahead(self) -> int:
+        """CUDA graphs of decode steps that are worth capturing before a step needs them."""
+
+    def capture_next_graph(self) -> bool:
+        """Captures one of them, between two steps.
+
+        Returns:
+            Whether it did; without one, or without memory for one, it does nothing.
+        """
+
     def reset(self) -> None:
         """Forgets every sequence, after a step that failed."""
 

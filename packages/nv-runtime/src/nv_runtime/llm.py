@@ -12,6 +12,7 @@ from tqdm import tqdm
 from nv_core import RequestError, SamplingParams
 from nv_models import ModelConfig
 from nv_runtime.builder import EngineParts, build_engine
+from nv_runtime.capture_ahead import capture_graphs
 from nv_runtime.conversation import Message, render_conversation, split_conversations
 from nv_runtime.engine import Engine
 from nv_runtime.engine_stats import require_stats
@@ -247,6 +248,27 @@ class LLM:
         with self._one_thread:
             self._open_parts().engine.scheduler.reset_prefix_cache()
         return True
+
+    def capture_graphs(self, *, use_tqdm: bool = True) -> int:
+        """Captures the CUDA graphs of decode steps of all sizes now, instead of when one occurs.
+
+        They are those for requests like the last one, or without parameters if there was none. It
+        takes some tens of milliseconds for each, and may be called at any time; `graph_capture=
+        "start"` does it before the engine is ready. With `distributed_executor="external"`, every
+        rank has to call it.
+
+        Args:
+            use_tqdm: Whether to show a progress bar on standard error.
+
+        Returns:
+            How many were captured: 0 if all are there, and where there are none (on a CPU, and with
+            `enforce_eager`).
+
+        Raises:
+            ConcurrentUseError: Another thread is using this `LLM`.
+        """
+        with self._one_thread:
+            return capture_graphs(self._open_parts().engine, show_progress=use_tqdm)
 
     def get_tokenizer(self) -> Tokenizer:
         """Returns the model's tokenizer.

@@ -41,6 +41,7 @@ from nv_runtime.prompt_logprobs import (
     prompt_rows_of,
 )
 from nv_runtime.sampler import SampledTokens, Sampler
+from nv_runtime.sampling_needs import PLAIN, SamplingNeeds
 from nv_runtime.transfer import to_device
 
 
@@ -83,6 +84,7 @@ class ModelRunner:
         device: torch.device,
         use_graphs: bool,
         seed_of: Callable[[int], int],
+        usual_needs: SamplingNeeds = PLAIN,
     ) -> None:
         """Takes a loaded model and an allocated pool.
 
@@ -96,6 +98,7 @@ class ModelRunner:
             device: Where everything runs.
             use_graphs: Whether decode steps and short mixed steps run as CUDA graphs; CUDA only.
             seed_of: Gives a seed, from its `seq_id`, to a sequence that brought none.
+            usual_needs: What sampling needs for requests that bring no parameters.
         """
         self.captures = CaptureCount()
         self._model = model
@@ -136,6 +139,7 @@ class ModelRunner:
                 padding_row=self._batch.padding_row,
                 max_num_seqs=max_num_seqs,
                 max_model_len=max_model_len,
+                usual_needs=usual_needs,
             )
 
     @torch.inference_mode()
@@ -146,6 +150,19 @@ class ModelRunner:
         """
         with self._on_device():
             return self._launch(plan)
+
+    @property
+    def num_graphs_ahead(self) -> int:
+        """See `Executor`."""
+        return 0 if self._decode_graphs is None else self._decode_graphs.num_ahead
+
+    @torch.inference_mode()
+    def capture_next_graph(self) -> bool:
+        """See `Executor`; writes to the padding row alone. With several ranks, all must call it."""
+        if self._decode_graphs is None:
+            return False
+        with self._on_device():
+            return self._decode_graphs.capture_next(self._batch.batch)
 
     def reset(self) -> None:
         """Forgets every sequence, after a step that failed; the next plans bring them anew.

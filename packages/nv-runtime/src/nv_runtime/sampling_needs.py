@@ -90,7 +90,14 @@ class RowNeeds:
 def needs_of(seq: Sequence, vocab_size: int) -> RowNeeds:
     """Reads what a request asks for."""
     params = seq.sampling_params
-    late = SamplingNeeds(
+    late = lasting_needs_of(params, vocab_size)
+    early = late | SamplingNeeds(banned_words=bool(params.min_tokens and seq.stop_token_ids))
+    return RowNeeds(early, late, seq.num_prompt_tokens + params.min_tokens)
+
+
+def lasting_needs_of(params: SamplingParams, vocab_size: int) -> SamplingNeeds:
+    """Reads what parameters ask for at every token, be they few or many."""
+    return SamplingNeeds(
         filters=not params.is_greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0),
         penalties=params.repetition_penalty != 1
         or params.presence_penalty != 0
@@ -100,8 +107,6 @@ def needs_of(seq: Sequence, vocab_size: int) -> RowNeeds:
         banned_words=bool(params.bad_words),
         num_top=None if params.logprobs is None else num_top_bucket(params.logprobs, vocab_size),
     )
-    early = late | SamplingNeeds(banned_words=bool(params.min_tokens and seq.stop_token_ids))
-    return RowNeeds(early, late, seq.num_prompt_tokens + params.min_tokens)
 
 
 def banned_words_of(seq: Sequence) -> list[BannedWord]:

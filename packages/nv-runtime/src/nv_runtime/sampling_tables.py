@@ -60,6 +60,19 @@ class SamplingTables:
         return () if self.banned is None else tuple(self.banned.shape)
 
     @torch.inference_mode()
+    def make(self, needs: SamplingNeeds) -> None:
+        """Makes the tables that a step with such needs reads, neutral in every row.
+
+        Those of banned words are not among them: their shape follows from the words.
+        """
+        if needs.penalties and self.token_counts is None:
+            self.token_counts = self._empty(self._vocab_size).zero_()
+        if needs.logit_bias and self.logit_bias is None:
+            self.logit_bias = self._empty(self._vocab_size, dtype=torch.float32).zero_()
+        if needs.allowed_mask and self.allowed_mask is None:
+            self.allowed_mask = self._empty(-(-self._vocab_size // 32)).fill_(-1)
+
+    @torch.inference_mode()
     def fill(self, row: int, seq: Sequence, needs: SamplingNeeds) -> None:
         """Writes a row for a sequence whose tokens are all known.
 
@@ -72,43 +85,37 @@ class SamplingTables:
             needs: All that it will ever need.
         """
         params = seq.sampling_params
-        if needs.penalties:
-            self._fill_counts(row, seq)
-        if needs.logit_bias or self.logit_bias is not None:
-            self._fill_bias(row, dict(params.logit_bias or {}))
-        if needs.allowed_mask or self.allowed_mask is not None:
-            self._fill_mask(row, params.allowed_token_ids)
+        self.make(needs)
+        if needs.penalties and self.token_counts is not None:
+            self._fill_counts(self.token_counts[row], seq)
+        if self.logit_bias is not None:
+            self._fill_bias(self.logit_bias[row], dict(params.logit_bias or {}))
+        if self.allowed_mask is not None:
+            self._fill_mask(self.allowed_mask[row], params.allowed_token_ids)
         if needs.banned_words or self.banned is not None:
             self._fill_banned(row, banned_words_of(seq), seq.output_token_ids)
 
-    def _fill_counts(self, row: int, seq: Sequence) -> None:
-        if self.token_counts is None:
-            self.token_counts = self._empty(self._vocab_size).zero_()
-        counts = self.token_counts[row].zero_()
+    def _fill_counts(self, counts: Tensor, seq: Sequence) -> None:
+        counts.zero_()
         counts[self._ids(seq.prompt_token_ids)] = 1
         output = self._ids(seq.output_token_ids)
         counts.index_add_(0, output, torch.full_like(output, 2, dtype=torch.int32))
 
-    def _fill_bias(self, row: int, biases: dict[int, float]) -> None:
-        if self.logit_bias is None:
-            self.logit_bias = self._empty(self._vocab_size, dtype=torch.float32).zero_()
-        self.logit_bias[row] = 0
+    def _fill_bias(self, row: Tensor, biases: dict[int, float]) -> None:
+        row.zero_()
         if biases:
             values = to_device(list(biases.values()), torch.float32, self._device)
-            self.logit_bias[row].index_copy_(0, self._ids(list(biases)), values)
+            row.index_copy_(0, self._ids(list(biases)), values)
 
-    def _fill_mask(self, row: int, allowed: object) -> None:
-        num_words = -(-self._vocab_size // 32)
-        if self.allowed_mask is None:
-            self.allowed_mask = self._empty(num_words).fill_(-1)
+    def _fill_mask(self, row: Tensor, allowed: object) -> None:
         if not isinstance(allowed, tuple):
-            self.allowed_mask[row] = -1
+            row.fill_(-1)
             return
-        words = [0] * num_words
+        words = [0] * row.shape[0]
         for token_id in allowed:
             words[token_id // 32] |= 1 << token_id % 32
         signed = [word - 2**32 if word >= 2**31 else word for word in words]
-        self.allowed_mask[row] = to_device(signed, torch.int32, self._device)
+        row.copy_(to_device(signed, torch.int32, self._device))
 
     def _fill_banned(self, row: int, words: list[BannedWord], output: list[int]) -> None:
         num_words = max(_SMALLEST_WORDS, len(words))

@@ -156,6 +156,7 @@ ENGINE_FLAGS = (
     Flag("rank_timeout_s", "Seconds that a step may take before ranks count as lost.", float),
     Flag("rank_start_timeout_s", "Seconds that ranks may take to be ready.", float),
     Flag("enforce_eager", "Never replay CUDA graphs.", is_switch=True),
+    Flag("graph_capture", "When CUDA graphs are captured: idle, lazy or start."),
     Flag("async_scheduling", "Plan the next step while the last one runs.", is_switch=True),
     Flag("enable_prefix_caching", "Share the KV blocks of equal prefixes.", is_switch=True),
     Flag("attention_backend", "auto, torch, triton or flash_attn."),

@@ -146,6 +146,16 @@ class ExternalExecutor:
         self._num_collected += 1
         return tokens
 
+    @property
+    def num_graphs_ahead(self) -> int:
+        """See `Executor`."""
+        return self._runner.num_graphs_ahead
+
+    def capture_next_graph(self) -> bool:
+        """See `Executor`; every rank has to call it at the same point of the program."""
+        with self._telling_others():
+            return self._runner.capture_next_graph()
+
     def reset(self) -> None:
         """See `Executor`."""
         self._encoder.forget()

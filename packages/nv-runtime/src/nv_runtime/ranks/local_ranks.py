@@ -143,6 +143,28 @@ class LocalExecutor:
         self._group.expect_progress(self._timeout_s if self._num_in_flight else None)
         return tokens
 
+    @property
+    def num_graphs_ahead(self) -> int:
+        """See `Executor`."""
+        return self._runner.num_graphs_ahead
+
+    def capture_next_graph(self) -> bool:
+        """See `Executor`.
+
+        Raises:
+            RankError: A rank is gone, now or since earlier; the message says which, and why.
+        """
+        if self._runner.num_graphs_ahead == 0:
+            return False
+        self._group.check()
+        with self._all_or_none(BaseException):
+            self._group.expect_progress(self._timeout_s)
+            self._group.send(pack_command(CommandKind.CAPTURE))
+            has_captured = self._runner.capture_next_graph()
+            self._group.check()
+        self._group.expect_progress(self._timeout_s if self._num_in_flight else None)
+        return has_captured
+
     def reset(self) -> None:
         """See `Executor`."""
         self._encoder.forget()

@@ -145,6 +145,8 @@ class RankLoop:
                 return
             if kind == CommandKind.STEP:
                 self._step(StepMessage.unpack(body))
+            elif kind == CommandKind.CAPTURE:
+                self._runner.capture_next_graph()
             else:
                 self._in_flight.clear()
                 self._replica.forget()

@@ -37,6 +37,8 @@ class CommandKind(enum.IntEnum):
     """Forget every sequence and every step that is not collected."""
     STOP = 3
     """End."""
+    CAPTURE = 4
+    """Capture the next CUDA graph ahead: the same on every rank, since all run the same steps."""
 
 
 class EntryChange(NamedTuple):
