@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from torch import Tensor
@@ -36,6 +38,7 @@ def test_ranks_as_streams_of_one_gpu(
         for _ in range(2)
     ]
     signal_addresses = addresses(signals)
+    is_aborted = torch.zeros(1, dtype=torch.int32, device="cuda")
     buffer_addresses = [addresses(turn) for turn in buffers]
     streams = [torch.cuda.Stream() for _ in range(num_ranks)]  # type: ignore[no-untyped-call]
     residual = torch.randn(num_rows, n, device="cuda").to(dtype)
@@ -52,6 +55,7 @@ def test_ranks_as_streams_of_one_gpu(
                         eps=1e-6,
                         buffers=buffer_addresses[turn],
                         signals=signal_addresses,
+                        is_aborted=is_aborted,
                         rank=rank,
                         num_ranks=num_ranks,
                     )
@@ -73,6 +77,7 @@ def test_ranks_as_streams_of_one_gpu(
             eps=1e-6,
             buffers=buffer_addresses[0],
             signals=addresses(others),
+            is_aborted=is_aborted,
             rank=rank,
             num_ranks=num_ranks,
         )
@@ -91,3 +96,38 @@ def test_ranks_as_streams_of_one_gpu(
             # Every rank has the very same bits.
             assert all(map(torch.equal, output, outputs[0]))
     assert all(not bool(signal.any()) for signal in signals)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 64])
+def test_a_wait_for_a_rank_that_never_comes_can_be_ended(num_rows: int) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    from nv_kernels.triton.all_reduce import all_reduce_add_rms_norm
+
+    partial = torch.ones(num_rows, 64, device="cuda")
+    buffers = [torch.zeros_like(partial) for _ in range(2)]
+    signals = [torch.zeros(num_rows * 2, dtype=torch.int32, device="cuda") for _ in range(2)]
+    is_aborted = torch.zeros(1, dtype=torch.int32, device="cuda")
+    one = torch.ones(1, dtype=torch.int32).pin_memory()
+    other_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    arguments = {"buffers": addresses(buffers), "signals": addresses(signals)}
+    torch.cuda.synchronize()
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    for _ in range(3):  # the second call waits already for its own signal to be taken
+        all_reduce_add_rms_norm(
+            partial,
+            partial,
+            partial[0],
+            eps=1e-6,
+            **arguments,
+            is_aborted=is_aborted,
+            rank=0,
+            num_ranks=2,
+        )
+    done.record()
+    time.sleep(0.2)
+    assert not done.query()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(other_stream):
+        is_aborted.copy_(one, non_blocking=True)
+    done.synchronize()

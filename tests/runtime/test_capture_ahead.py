@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-import nv_runtime.cuda_graphs
+import nv_runtime.captured_graphs
 import tiny_checkpoints
 from emulated_graphs import Emulator, Output, emulate_and
 from forked_ranks import In, die, do_nothing, fork_ranks
@@ -155,7 +155,7 @@ def test_captures_end_where_memory_does(
             raise torch.OutOfMemoryError("CUDA out of memory")
         return emulator.capture(run, pool)
 
-    monkeypatch.setattr(nv_runtime.cuda_graphs, "capture", capture)
+    monkeypatch.setattr(nv_runtime.captured_graphs, "capture", capture)
     with LLM(str(checkpoint), **settings(graph_capture="start")) as llm:
         assert len(emulator.graphs) == 2
         assert llm.capture_graphs(use_tqdm=False) == 0
@@ -239,7 +239,7 @@ def test_whoever_comes_waits_for_one_capture_at_most(
         events.append("launch")
         return launch(runner, plan)
 
-    monkeypatch.setattr(nv_runtime.cuda_graphs, "capture", capture)
+    monkeypatch.setattr(nv_runtime.captured_graphs, "capture", capture)
     monkeypatch.setattr(ModelRunner, "launch", note_launch)
     llm = AsyncLLM(str(checkpoint), **settings())
 
@@ -270,7 +270,7 @@ def test_an_engine_that_captures_can_be_stopped(
         time.sleep(0.05)
         return emulator.capture(run, pool)
 
-    monkeypatch.setattr(nv_runtime.cuda_graphs, "capture", capture)
+    monkeypatch.setattr(nv_runtime.captured_graphs, "capture", capture)
     llm = AsyncLLM(str(checkpoint), **settings())
     assert is_capturing.wait(30)
     llm.shutdown()

@@ -10,9 +10,9 @@ import torch
 
 from nv_core import SamplingParams, Scheduler, SchedulerConfig
 from nv_models import TensorParallel
+from nv_runtime.captured_graphs import CapturedGraphs
 from nv_runtime.cuda_graphs import (
     CaptureAttempts,
-    CaptureCount,
     MixedGraphs,
     MixedShape,
     batch_buckets,
@@ -89,7 +89,7 @@ class OtherRank(TensorParallel):
 def attempts_beside(lacks_memory: int) -> CaptureAttempts:
     group = cast("torch.distributed.ProcessGroup", object())
     ranks = OtherRank(0, 2, group, stages_on_host=bool(lacks_memory))
-    return CaptureAttempts(ranks, torch.device("cpu"), CaptureCount())
+    return CaptureAttempts(ranks, torch.device("cpu"))
 
 
 def out_of_memory() -> str:
@@ -115,7 +115,7 @@ def test_ranks_that_all_have_memory_capture() -> None:
 def test_a_rank_that_fails_among_collectives_must_not_go_on() -> None:
     with pytest.raises(torch.OutOfMemoryError):
         attempts_beside(0).capture(warm_up=out_of_memory, record=lambda: "graph")
-    alone = CaptureAttempts(TensorParallel(), torch.device("cpu"), CaptureCount())
+    alone = CaptureAttempts(TensorParallel(), torch.device("cpu"))
     assert alone.capture(warm_up=out_of_memory, record=lambda: "graph") is None
 
 
@@ -129,6 +129,7 @@ def test_a_new_size_runs_in_a_larger_graph_until_it_is_worth_its_own(
         max_num_seqs=4,
         max_model_len=512,
         block_size=16,
+        captured=CapturedGraphs(),
         attempts=cast("CaptureAttempts", None),
     )
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import nv_runtime.captured_graphs
 import nv_runtime.cuda_graphs
 import tiny_checkpoints
 from emulated_graphs import EmulatedGraph, Emulator, Output
@@ -129,7 +130,7 @@ def test_no_memory_for_a_graph_changes_no_token(
             # Ending a capture that failed fails as well.
             raise RuntimeError("operation failed due to a previous error during capture")
 
-    monkeypatch.setattr(nv_runtime.cuda_graphs, "capture", capture)
+    monkeypatch.setattr(nv_runtime.captured_graphs, "capture", capture)
     with make_llm(checkpoint, async_scheduling=True) as llm:
         assert run(llm, prompts, params) == expected
         llm.llm_engine.scheduler.check_invariants()
@@ -147,7 +148,7 @@ def test_other_errors_of_a_capture_are_not_swallowed(
     def capture(*_: object) -> None:
         raise RuntimeError("a kernel that cannot be captured")
 
-    monkeypatch.setattr(nv_runtime.cuda_graphs, "capture", capture)
+    monkeypatch.setattr(nv_runtime.captured_graphs, "capture", capture)
     with (
         make_llm(checkpoint) as llm,
         pytest.raises(RuntimeError, match="a kernel that cannot be captured"),

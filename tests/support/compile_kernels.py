@@ -87,6 +87,7 @@ def run_layer(num_tokens: int) -> None:
         eps=1e-6,
         buffers=torch.zeros(4, dtype=torch.int64),
         signals=torch.zeros(4, dtype=torch.int64),
+        is_aborted=torch.zeros(1, dtype=torch.int32),
         rank=1,
         num_ranks=4,
     )

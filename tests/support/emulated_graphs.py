@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import nv_runtime.builder
-import nv_runtime.cuda_graphs
+import nv_runtime.captured_graphs
 from nv_runtime.device_batch import DeviceBatch
 from nv_runtime.sampler import SampledTokens
 
@@ -48,6 +48,9 @@ class EmulatedGraph:
         for kept, fresh in zip(tensors_of(self.output), tensors_of(self._run()), strict=True):
             kept.copy_(fresh)
 
+    def reset(self) -> None:
+        """Has nothing to free."""
+
 
 class Emulator:
     """Patches captures; counts graphs."""
@@ -62,7 +65,7 @@ class Emulator:
             self.batches.append(batch)
 
         patch.setattr(DeviceBatch, "__init__", remember)
-        patch.setattr(nv_runtime.cuda_graphs, "capture", self.capture)
+        patch.setattr(nv_runtime.captured_graphs, "capture", self.capture)
         patch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
         patch.setattr(nv_runtime.builder, "_uses_graphs", lambda *_: True)
 

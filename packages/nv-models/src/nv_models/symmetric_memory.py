@@ -81,11 +81,23 @@ class FusedAllReduce:
         self._buffers = [addresses(turn * MAX_BYTES) for turn in range(_NUM_BUFFERS)]
         self._signals = addresses(_NUM_BUFFERS * MAX_BYTES)
         self._turn = 0
+        self._is_aborted = torch.zeros(1, dtype=torch.int32, device=device)
+        self._one = torch.ones(1, dtype=torch.int32).pin_memory()
+        # Work on it overtakes whatever waits on the others.
+        self._abort_stream: torch.cuda.Stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
     def fits(self, partial: Tensor) -> bool:
         """Whether a message is small enough to gain from this."""
         num_bytes = partial.numel() * partial.element_size()
         return partial.shape[0] <= MAX_ROWS and num_bytes <= MAX_BYTES
+
+    def abort(self) -> None:
+        """Lets every call that waits for another rank end, with nonsense; so will all later ones.
+
+        May be called from any thread.
+        """
+        with torch.cuda.stream(self._abort_stream):
+            self._is_aborted.copy_(self._one, non_blocking=True)
 
     def all_reduce_add_rms_norm(
         self, partial: Tensor, residual: Tensor, weight: Tensor, *, eps: float
@@ -112,6 +124,7 @@ class FusedAllReduce:
             eps=eps,
             buffers=buffers,
             signals=self._signals,
+            is_aborted=self._is_aborted,
             rank=self._rank,
             num_ranks=self._num_ranks,
         )

@@ -280,7 +280,7 @@ def _build_engine(
         times.end("ranks", f"{config.tensor_parallel_size} of them")
     times.watch_kernels(KernelWatch(device))
     part = build_rank(config, checkpoint, tensor_parallel, agreement, device=device, times=times)
-    times.watch_captures(part.runner.captures)
+    times.watch_captures(part.runner.graphs)
     max_model_len = part.max_model_len
     num_pool_tokens = part.num_blocks * part.block_size
     if num_pool_tokens < max_model_len:

@@ -17,14 +17,14 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from time import monotonic
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from nv_core import StepPlan
 from nv_models import ModelConfig, TensorParallel
+from nv_runtime.captured_graphs import CapturedGraphs
 from nv_runtime.decode_step import DecodeStep
 from nv_runtime.input_builder import StepLayout
 from nv_runtime.mixed_step import MixedStep
@@ -34,7 +34,6 @@ from nv_runtime.sampling_tables import SamplingTables
 
 logger = logging.getLogger(__name__)
 
-_Output = TypeVar("_Output")
 _Captured = TypeVar("_Captured")
 
 _SMALLEST_CONTEXT_BOUND = 4096
@@ -127,6 +126,7 @@ class DecodeGraphs:
         step: DecodeStep,
         *,
         tables: SamplingTables,
+        captured: CapturedGraphs,
         attempts: CaptureAttempts,
         padding_row: int,
         max_num_seqs: int,
@@ -138,6 +138,7 @@ class DecodeGraphs:
         Args:
             step: What to capture.
             tables: What its sampling reads; a graph goes with the tables of its time.
+            captured: Holds them.
             attempts: Captures them.
             padding_row: Row that a warm-up run may use without harm.
             max_num_seqs: Largest batch.
@@ -150,6 +151,7 @@ class DecodeGraphs:
         self._max_model_len = max_model_len
         self._buckets = batch_buckets(max_num_seqs)
         self._graphs: dict[_DecodeKey, tuple[torch.cuda.CUDAGraph, SampledTokens]] = {}
+        self._captured = captured
         self._attempts = attempts
         # What steps are like: bound of the context and needs of the last one.
         self._newest = (context_bound(1, max_model_len), usual_needs)
@@ -180,7 +182,7 @@ class DecodeGraphs:
                 return self._step(batch, max_context_len=max_context_len, needs=needs)
             self._graphs[key] = captured
         graph, output = self._graphs[key]
-        graph.replay()
+        self._captured.replay(graph)
         return output
 
     @property
@@ -229,7 +231,7 @@ class DecodeGraphs:
 
         return self._attempts.capture(
             warm_up=lambda: run(torch.full_like(batch, self._padding_row)),
-            record=lambda: capture(lambda: run(batch), self._pool),
+            record=lambda: self._captured.capture(lambda: run(batch), self._pool),
         )
 
 
@@ -263,6 +265,7 @@ class MixedGraphs:
         self,
         step: MixedStep,
         *,
+        captured: CapturedGraphs,
         attempts: CaptureAttempts,
         max_tokens: int,
         max_num_seqs: int,
@@ -273,6 +276,7 @@ class MixedGraphs:
 
         Args:
             step: What to capture.
+            captured: Holds them.
             attempts: Captures them.
             max_tokens: Longest step to capture, in tokens.
             max_num_seqs: Most sequences in one step.
@@ -287,6 +291,7 @@ class MixedGraphs:
         self._num_occurrences: Counter[MixedShape] = Counter()
         self._graphs: dict[MixedShape, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._inputs: dict[MixedShape, Tensor] = {}
+        self._captured = captured
         self._attempts = attempts
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -348,7 +353,7 @@ class MixedGraphs:
             self._graphs[shape] = captured
         self._inputs[shape].copy_(packed)
         graph, hidden = self._graphs[shape]
-        graph.replay()
+        self._captured.replay(graph)
         return hidden
 
     def _capture(self, shape: MixedShape) -> tuple[torch.cuda.CUDAGraph, Tensor] | None:
@@ -358,7 +363,9 @@ class MixedGraphs:
         def run() -> Tensor:
             return self._run_eagerly(packed, shape)
 
-        return self._attempts.capture(warm_up=run, record=lambda: capture(run, self._pool))
+        return self._attempts.capture(
+            warm_up=run, record=lambda: self._captured.capture(run, self._pool)
+        )
 
     def _run_eagerly(self, packed: Tensor, shape: MixedShape) -> Tensor:
         layout = shape.layout
@@ -377,25 +384,6 @@ def _padded(size: int, buckets: list[int]) -> int:
     return buckets[bisect_left(buckets, size)]
 
 
-class CaptureCount:
-    """How many graphs were captured, and how long that took.
-
-    Attributes:
-        num_graphs: Graphs of all kinds.
-        seconds: Without the runs before the captures, in which kernels may be compiled.
-    """
-
-    def __init__(self) -> None:
-        """Starts at nothing."""
-        self.num_graphs = 0
-        self.seconds = 0.0
-
-    def note(self, seconds: float) -> None:
-        """Counts one more."""
-        self.num_graphs += 1
-        self.seconds += seconds
-
-
 class CaptureAttempts:
     """Captures graphs until a device has no memory for one more.
 
@@ -409,17 +397,15 @@ class CaptureAttempts:
         has_memory: Whether an attempt may succeed.
     """
 
-    def __init__(self, ranks: TensorParallel, device: torch.device, count: CaptureCount) -> None:
+    def __init__(self, ranks: TensorParallel, device: torch.device) -> None:
         """Starts with memory for graphs.
 
         Args:
             ranks: Those that run the same steps.
             device: This rank's.
-            count: Is told of each capture.
         """
         self._ranks = ranks
         self._device = device
-        self._count = count
         self.has_memory = True
 
     def capture(
@@ -428,8 +414,8 @@ class CaptureAttempts:
         """Makes an attempt.
 
         Args:
-            warm_up: Runs the step; see `capture`. With several ranks it must not fail: a rank that
-                leaves it early leaves the others in a collective.
+            warm_up: Runs the step; see `CapturedGraphs`. With several ranks it must not fail: a
+                rank that leaves it early leaves the others in a collective.
             record: Captures a graph and returns it.
 
         Returns:
@@ -443,9 +429,7 @@ class CaptureAttempts:
         try:
             warm_up()
             is_warm = True
-            start = monotonic()
             captured = record()
-            self._count.note(monotonic() - start)
         except RuntimeError as error:  # torch.OutOfMemoryError is one
             is_out_of_step = self._ranks.size > 1 and not is_warm
             if is_out_of_step or not _is_out_of_memory(error):
@@ -474,21 +458,3 @@ def _is_out_of_memory(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-def capture(run: Callable[[], _Output], pool: Any) -> tuple[torch.cuda.CUDAGraph, _Output]:  # noqa: ANN401
-    """Captures what a function launches.
-
-    Args:
-        run: Launches the work. It must have run once before: that compiles kernels and lets
-            libraries set themselves up, neither of which may happen during a capture.
-        pool: Handle of the memory pool.
-
-    Returns:
-        The graph, and what `run` returned: tensors that each replay fills.
-    """
-    torch.cuda.current_stream().synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        output = run()
-    return graph, output

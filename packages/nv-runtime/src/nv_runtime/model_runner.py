@@ -23,9 +23,9 @@ from torch import Tensor
 from nv_core import ScheduledSequence, StepPlan
 from nv_kernels import LayerKVCache, TokenLogprobs
 from nv_models import CausalLM
+from nv_runtime.captured_graphs import CapturedGraphs
 from nv_runtime.cuda_graphs import (
     CaptureAttempts,
-    CaptureCount,
     DecodeGraphs,
     MixedGraphs,
     longest_graphed_step,
@@ -69,7 +69,7 @@ class ModelRunner:
     """Executes plans with one model on one device.
 
     Attributes:
-        captures: Counts the CUDA graphs.
+        graphs: All CUDA graphs.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class ModelRunner:
             seed_of: Gives a seed, from its `seq_id`, to a sequence that brought none.
             usual_needs: What sampling needs for requests that bring no parameters.
         """
-        self.captures = CaptureCount()
+        self.graphs = CapturedGraphs()
         self._model = model
         self._block_size = block_size
         self._device = device
@@ -123,7 +123,8 @@ class ModelRunner:
         if use_graphs:
             self._mixed_graphs = MixedGraphs(
                 self._mixed_step,
-                attempts=CaptureAttempts(model.tensor_parallel, device, self.captures),
+                captured=self.graphs,
+                attempts=CaptureAttempts(model.tensor_parallel, device),
                 max_tokens=min(
                     longest_graphed_step(model.config, model.tensor_parallel.size),
                     max_num_batched_tokens,
@@ -135,7 +136,8 @@ class ModelRunner:
             self._decode_graphs = DecodeGraphs(
                 self._decode_step,
                 tables=self._batch.tables,
-                attempts=CaptureAttempts(model.tensor_parallel, device, self.captures),
+                captured=self.graphs,
+                attempts=CaptureAttempts(model.tensor_parallel, device),
                 padding_row=self._batch.padding_row,
                 max_num_seqs=max_num_seqs,
                 max_model_len=max_model_len,

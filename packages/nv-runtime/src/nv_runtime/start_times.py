@@ -33,7 +33,7 @@ class Kernels(Protocol):
 
 
 class Captures(Protocol):
-    """CUDA graphs so far; see `nv_runtime.cuda_graphs.CaptureCount`."""
+    """CUDA graphs so far; see `nv_runtime.captured_graphs.CapturedGraphs`."""
 
     num_graphs: int
     seconds: float

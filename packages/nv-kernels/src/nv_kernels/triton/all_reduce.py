@@ -32,6 +32,7 @@ def all_reduce_add_rms_norm(
     eps: float,
     buffers: Tensor,
     signals: Tensor,
+    is_aborted: Tensor,
     rank: int,
     num_ranks: int,
 ) -> tuple[Tensor, Tensor]:
@@ -47,6 +48,8 @@ def all_reduce_add_rms_norm(
             this device sees them; multiples of 16. Not the one of the call before.
         signals: Addresses of every rank's signals, num_rows * num_ranks int32, zero between calls;
             [num_ranks] int64.
+        is_aborted: Whether not to wait for other ranks, [1] int32 on this device; a wait ends when
+            it becomes 1. The result is then meaningless.
         rank: This rank.
         num_ranks: Number of ranks.
 
@@ -66,6 +69,7 @@ def all_reduce_add_rms_norm(
             total,
             buffers,
             signals,
+            is_aborted,
             eps,
             n=n,
             block_n=triton.next_power_of_2(n),
@@ -85,6 +89,7 @@ def _all_reduce_add_rms_norm_kernel(
     total_ptr: tl.tensor,
     buffers_ptr: tl.tensor,
     signals_ptr: tl.tensor,
+    is_aborted_ptr: tl.tensor,
     eps: tl.tensor,
     n: tl.constexpr,
     block_n: tl.constexpr,
@@ -106,14 +111,12 @@ def _all_reduce_add_rms_norm_kernel(
         if peer != rank:
             theirs = tl.load(signals_ptr + peer).to(tl.pointer_type(tl.int32))
             signal = theirs + row * num_ranks + rank
-            while tl.atomic_cas(signal, 0, 1, sem="release", scope="sys") != 0:
-                pass
+            _turn(signal, 0, 1, is_aborted_ptr, sem="release")
     mine = tl.load(signals_ptr + rank).to(tl.pointer_type(tl.int32))
     for peer in tl.static_range(num_ranks):
         if peer != rank:
             signal = mine + row * num_ranks + peer
-            while tl.atomic_cas(signal, 1, 0, sem="acquire", scope="sys") != 1:
-                pass
+            _turn(signal, 1, 0, is_aborted_ptr, sem="acquire")
     tl.debug_barrier()
 
     total = tl.zeros([block_n], dtype=tl.float32)
@@ -131,3 +134,18 @@ def _all_reduce_add_rms_norm_kernel(
     normal = (wide * tl.rsqrt(mean_square + eps)).to(dtype).to(tl.float32)
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(output_ptr + place, (normal * weight).to(dtype), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _turn(
+    signal: tl.tensor,
+    before: tl.constexpr,
+    after: tl.constexpr,
+    is_aborted_ptr: tl.tensor,
+    sem: tl.constexpr,
+) -> None:
+    """Waits until a signal is `before`, and makes it `after`; or until the wait is aborted."""
+    waits = tl.atomic_cas(signal, before, after, sem=sem, scope="sys") != before
+    while waits:
+        is_late = tl.atomic_cas(signal, before, after, sem=sem, scope="sys") != before
+        waits = is_late & (tl.load(is_aborted_ptr, volatile=True) == 0)

@@ -164,7 +164,7 @@ class ExternalExecutor:
 
     def shutdown(self) -> None:
         """See `Executor`."""
-        self._group.abort()
+        self._group.abort(self._runner.graphs)
 
     def _compare(self) -> None:
         host = self._group.host

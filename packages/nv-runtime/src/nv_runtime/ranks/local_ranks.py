@@ -19,6 +19,7 @@ import torch
 
 from nv_core import ConfigError, StepPlan
 from nv_models import TensorParallel
+from nv_runtime.captured_graphs import CapturedGraphs
 from nv_runtime.engine_config import EngineConfig
 from nv_runtime.model_runner import ModelRunner, StepHandle
 from nv_runtime.ranks.agreement import Agreement
@@ -78,7 +79,7 @@ class LocalRanks:
             runner: Rank 0's own.
         """
         self._finalizer.detach()
-        self._group.note_serving()
+        self._group.note_serving(runner.graphs)
         return LocalExecutor(runner, self._group, timeout_s=self._config.rank_timeout_s)
 
     def shutdown(self) -> None:
@@ -212,6 +213,7 @@ class _Group:
         self._start_timeout_s = config.rank_start_timeout_s
         self._give_up_at = time.monotonic() + config.rank_start_timeout_s
         self._rank_group: RankGroup | None = None
+        self._graphs: CapturedGraphs | None = None
         self._is_serving = False
         self._is_closed = False
         self.processes: list[RankProcess] = []
@@ -261,8 +263,13 @@ class _Group:
         agreement = Agreement(self._store, rank=0, size=size, check=self._check_start)
         return self._rank_group.tensor_parallel, agreement
 
-    def note_serving(self) -> None:
-        """Notes that the ranks are about to listen to commands."""
+    def note_serving(self, graphs: CapturedGraphs) -> None:
+        """Notes that the ranks are about to listen to commands.
+
+        Args:
+            graphs: Rank 0's, which end with the group.
+        """
+        self._graphs = graphs
         self._is_serving = True
 
     def check(self) -> None:
@@ -290,7 +297,7 @@ class _Group:
     def abort(self) -> None:
         """Ends the collectives in which this process may be waiting."""
         if self._rank_group is not None:
-            self._rank_group.abort()
+            self._rank_group.abort(self._graphs)
 
     def close(self) -> None:
         """Ends the ranks and gives back all that they shared; calling it again does nothing."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -25,7 +26,11 @@ from nv_models.symmetric_memory import make_fused_all_reduce
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from nv_runtime.captured_graphs import CapturedGraphs
+
 _LOOPBACK = "127.0.0.1"
+_ABORT_S = 10.0
+"""How long to wait for NCCL to free its memory; it needs a fraction of a second."""
 
 # NCCL and torch read these, and nothing else, where they decide on NVLink multicast. We use none of
 # it: a process that dies with multicast objects open can take the host's switch down with it.
@@ -47,14 +52,26 @@ class RankGroup:
     tensor_parallel: TensorParallel
     host: TensorParallel
 
-    def abort(self) -> None:
+    def abort(self, graphs: CapturedGraphs | None) -> None:
         """Ends every collective on the device that still waits, with an error or with nonsense.
 
         Those on the host end by themselves when a rank's process does.
+
+        Args:
+            graphs: All graphs that hold collectives; they are given up. NCCL stops the running
+                collectives at once, then waits for the end of every graph that holds one.
         """
-        group = self.tensor_parallel.group
-        if group is not None and group is not self.host.group:
-            group.abort()
+        group, fused = self.tensor_parallel.group, self.tensor_parallel.fused
+        if group is None or group is self.host.group:
+            return
+        if fused is not None:
+            fused.abort()
+        ends = threading.Thread(target=group.abort, name="end of collectives", daemon=True)
+        if graphs is None:
+            ends.start()
+        else:
+            graphs.release(first=ends.start)
+        ends.join(_ABORT_S)
 
 
 def host_store(timeout_s: float) -> tuple[Store, int]:

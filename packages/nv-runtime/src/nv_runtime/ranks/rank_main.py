@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from nv_core import StepPlan
+    from nv_runtime.captured_graphs import CapturedGraphs
     from nv_runtime.engine_config import EngineConfig
     from nv_runtime.model_runner import ModelRunner, StepHandle
     from nv_runtime.ranks.process_group import RankGroup
@@ -122,7 +123,7 @@ def _run(start: StartMessage, channel: Channel, segment: SharedSegment) -> None:
     part = build_rank(config, checkpoint, group.tensor_parallel, agreement, device=device)
     reader = RingReader(segment.memory, start.rank - 1, sleep=channel.sleep, spin_s=start.spin_s)
     RankLoop(part.runner, reader).run()
-    _leave(group, device)
+    _leave(group, part.runner.graphs, device)
 
 
 class RankLoop:
@@ -182,12 +183,12 @@ def _config_from(options: dict[str, Any]) -> EngineConfig:
     return EngineConfig(**options)
 
 
-def _leave(group: RankGroup, device: torch.device) -> None:
+def _leave(group: RankGroup, graphs: CapturedGraphs, device: torch.device) -> None:
     if device.type == "cuda":
         import torch
 
         torch.cuda.synchronize(device)
-    group.abort()
+    group.abort(graphs)
 
 
 def _nothing_to_check() -> None:
