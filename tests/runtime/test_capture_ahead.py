@@ -150,10 +150,10 @@ def test_requests_without_parameters_find_the_graphs_of_the_start(
 def test_captures_end_where_memory_does(
     checkpoint: Path, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def capture(run: Callable[[], Output], pool: object) -> object:
+    def capture(run: Callable[[], Output], *where: object) -> object:
         if len(emulator.graphs) == 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return emulator.capture(run, pool)
+        return emulator.capture(run, *where)
 
     monkeypatch.setattr(nv_runtime.captured_graphs, "capture", capture)
     with LLM(str(checkpoint), **settings(graph_capture="start")) as llm:
@@ -229,11 +229,11 @@ def test_whoever_comes_waits_for_one_capture_at_most(
     is_capturing, may_go_on = threading.Event(), threading.Event()
     launch = ModelRunner.launch
 
-    def capture(run: Callable[[], Output], pool: object) -> object:
+    def capture(run: Callable[[], Output], *where: object) -> object:
         events.append("capture")
         is_capturing.set()
         assert may_go_on.wait(30)
-        return emulator.capture(run, pool)
+        return emulator.capture(run, *where)
 
     def note_launch(runner: ModelRunner, plan: Any) -> Any:  # noqa: ANN401
         events.append("launch")
@@ -265,10 +265,10 @@ def test_an_engine_that_captures_can_be_stopped(
 ) -> None:
     is_capturing = threading.Event()
 
-    def capture(run: Callable[[], Output], pool: object) -> object:
+    def capture(run: Callable[[], Output], *where: object) -> object:
         is_capturing.set()
         time.sleep(0.05)
-        return emulator.capture(run, pool)
+        return emulator.capture(run, *where)
 
     monkeypatch.setattr(nv_runtime.captured_graphs, "capture", capture)
     llm = AsyncLLM(str(checkpoint), **settings())

@@ -119,11 +119,11 @@ def test_no_memory_for_a_graph_changes_no_token(
     emulator = Emulator(monkeypatch)
     num_attempts = 0
 
-    def capture(run: Callable[[], Output], pool: object) -> tuple[EmulatedGraph, Output]:
+    def capture(run: Callable[[], Output], *where: object) -> tuple[EmulatedGraph, Output]:
         nonlocal num_attempts
         num_attempts += 1
         if len(emulator.graphs) < num_captures:
-            return emulator.capture(run, pool)
+            return emulator.capture(run, *where)
         try:
             raise error("CUDA out of memory")
         finally:

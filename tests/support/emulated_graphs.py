@@ -69,7 +69,7 @@ class Emulator:
         patch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
         patch.setattr(nv_runtime.builder, "_uses_graphs", lambda *_: True)
 
-    def capture(self, run: Callable[[], Output], _pool: object) -> tuple[EmulatedGraph, Output]:
+    def capture(self, run: Callable[[], Output], *_where: object) -> tuple[EmulatedGraph, Output]:
         # A capture runs nothing: whatever this run writes is put back.
         state = [tensor for batch in self.batches for tensor in state_of(batch)]
         before = [tensor.clone() for tensor in state]

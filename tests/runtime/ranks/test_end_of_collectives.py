@@ -65,7 +65,7 @@ def communicator() -> Communicator:
 
 @pytest.fixture
 def graphs(communicator: Communicator, monkeypatch: pytest.MonkeyPatch) -> CapturedGraphs:
-    def capture(run: Callable[[], object], _pool: object) -> tuple[Graph, object]:
+    def capture(run: Callable[[], object], *_where: object) -> tuple[Graph, object]:
         return Graph(communicator), run()
 
     monkeypatch.setattr(nv_runtime.captured_graphs, "capture", capture)

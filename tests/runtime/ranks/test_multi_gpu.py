@@ -30,7 +30,14 @@ MIXED = [
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    spec = TinySpec(family="qwen3", head_dim=64, hidden_size=256, num_heads=8, num_kv_heads=2)
+    spec = TinySpec(
+        family="qwen3",
+        head_dim=64,
+        hidden_size=256,
+        num_heads=8,
+        num_kv_heads=2,
+        max_position_embeddings=4096,
+    )
     return tiny_checkpoints.write_checkpoint(tmp_path_factory.mktemp("tiny"), spec)
 
 
@@ -106,9 +113,15 @@ class TestTwoGpus:
             assert llm.capture_graphs(use_tqdm=False) > 0  # for what the last step needed
             assert answers(llm, MIXED) == expected
 
-    @pytest.mark.parametrize("delay_s", [0.0, 0.5])
-    def test_a_killed_rank(self, checkpoint: Path, delay_s: float) -> None:
-        llm = make_llm(checkpoint, tensor_parallel_size=2, max_model_len=4096)
+    @pytest.mark.parametrize(("delay_s", "fused"), [(0.0, False), (0.5, False), (0.5, True)])
+    def test_a_killed_rank(
+        self,
+        checkpoint: Path,
+        delay_s: float,
+        fused: bool,  # noqa: FBT001 - a parameter
+    ) -> None:
+        options = {"max_model_len": 4096, "fused_all_reduce": fused}
+        llm = make_llm(checkpoint, tensor_parallel_size=2, **options)
         executor: Any = llm._open_parts().engine.runner
         (pid,) = executor.pids
         stream = llm.stream(PROMPTS, GREEDY.clone(max_tokens=3000))

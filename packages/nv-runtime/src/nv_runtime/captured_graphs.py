@@ -33,6 +33,7 @@ class CapturedGraphs:
         self.seconds = 0.0
         self._lock = Lock()
         self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._stream: torch.cuda.Stream | None = None
         self._is_released = False
 
     def capture(
@@ -55,10 +56,12 @@ class CapturedGraphs:
         if torch.cuda.is_available():
             # Not under the lock: what runs may wait for a rank that is gone.
             torch.cuda.current_stream().synchronize()
+            if self._stream is None:
+                self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         with self._lock:
             self._check()
             start = monotonic()
-            graph, output = capture(run, pool)
+            graph, output = capture(run, pool, self._stream)
             self.seconds += monotonic() - start
             self.num_graphs += 1
             self._graphs.append(graph)
@@ -96,18 +99,24 @@ class CapturedGraphs:
             )
 
 
-def capture(run: Callable[[], _Output], pool: Any) -> tuple[torch.cuda.CUDAGraph, _Output]:  # noqa: ANN401
+def capture(
+    run: Callable[[], _Output],
+    pool: Any,  # noqa: ANN401 - has no public type
+    stream: torch.cuda.Stream | None,
+) -> tuple[torch.cuda.CUDAGraph, _Output]:
     """Captures what a function launches; the device must be idle.
 
     Args:
         run: Launches the work. It must have run once before: that compiles kernels and lets
             libraries set themselves up, neither of which may happen during a capture.
         pool: Handle of the memory pool.
+        stream: Where to capture, on the current device. Without one, torch takes the stream of the
+            first capture of the process, whatever device that was on.
 
     Returns:
         The graph, and what `run` returned: tensors that each replay fills.
     """
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
         output = run()
     return graph, output
