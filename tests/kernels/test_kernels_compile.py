@@ -51,6 +51,8 @@ def test_batches_of_any_size_run_the_same_kernels(tmp_path: Path) -> None:
 def test_every_launch_compiles_for_hopper(tmp_path: Path) -> None:
     shared_bytes = {name: size for name, size, _ in launches(tmp_path)}
     assert set(shared_bytes) == {
+        "_read_state_kernel",
+        "_advance_state_kernel",
         "_weigh_parts_kernel",
         "_draw_kernel",
         "_draw_filtered_kernel",

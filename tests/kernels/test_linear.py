@@ -77,6 +77,33 @@ def test_parts_add_up(target: Target, num_rows: int, out_features: int, in_featu
         assert_product(parts.sum(0).to(x.dtype), x, weight, None)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("num_rows", "out_features", "in_features", "num_parts"),
+    [
+        (65, 4096, 12288, 2),
+        (129, 1024, 2048, 2),
+        (256, 1024, 3072, 2),
+        (200, 4096, 4096, 2),
+        (257, 4096, 12288, 1),
+        (200, 8192, 4096, 1),
+        (200, 100, 4096, 1),
+    ],
+)
+def test_the_librarys_parts_add_up(
+    num_rows: int, out_features: int, in_features: int, num_parts: int, dtype: torch.dtype
+) -> None:
+    target = Target("auto", "cuda", dtype)
+    # Rows and weights may be slices: each half is read where it lies.
+    x = random_tensor(14, num_rows, in_features + 64, target=target)[:, 64:]
+    weight = random_tensor(15, out_features, in_features + 8, target=target)[:, 8:]
+    parts = linear_parts(x, weight)
+    assert parts.shape == (num_parts, num_rows, out_features)
+    assert_product(parts.sum(0).to(dtype), x, weight, None)
+
+
 @pytest.mark.parametrize("target", targets())
 def test_the_norm_that_follows_adds_the_parts(target: Target) -> None:
     x = random_tensor(10, 3, 512, target=target)

@@ -15,10 +15,17 @@ from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
 from triton.runtime import driver  # type: ignore[import-untyped]
 from triton.runtime.jit import JITFunction  # type: ignore[import-untyped]
 
-from nv_kernels import AttentionMetadata, LayerKVCache, LogitAdjustments, TokenFilters
+from nv_kernels import (
+    AttentionMetadata,
+    LayerKVCache,
+    LogitAdjustments,
+    StateColumns,
+    TokenFilters,
+)
 from nv_kernels.triton import (
     all_reduce,
     attention,
+    decode_state,
     launch,
     linear,
     logprobs,
@@ -104,6 +111,12 @@ def run_layer(num_tokens: int) -> None:
         eps=1e-6,
     )
     silu_and_mul.silu_and_mul(rows(num_tokens, 512))
+    columns = StateColumns(token=0, length=1, is_active=3, first_block=12)
+    state, batch = torch.zeros(9, 20, dtype=torch.int32), torch.zeros(num_tokens, dtype=torch.int32)
+    decode_state.read_decode_state(state, batch, columns=columns, width=20, block_size=16)
+    decode_state.advance_decode_state(
+        state, batch, batch.long(), columns=columns, advances_length=True
+    )
     linear.linear(rows(1, 1000), rows(256, 1000), None)
     linear.linear(rows(num_tokens, 1000), rows(250, 1000), rows(250))
     linear.linear_parts(rows(num_tokens, 1024), rows(256, 1024))

@@ -11,6 +11,12 @@ from nv_kernels.kernel_watch import KernelWatch
 from nv_kernels.logit_rules import LogitAdjustments, TokenFilters
 from nv_kernels.metadata import AttentionMetadata, LayerKVCache
 from nv_kernels.ops.attention import paged_attention
+from nv_kernels.ops.decode_state import (
+    DecodeState,
+    StateColumns,
+    advance_decode_state,
+    read_decode_state,
+)
 from nv_kernels.ops.linear import linear, linear_parts, pack_linear_weight
 from nv_kernels.ops.logprobs import token_logprobs
 from nv_kernels.ops.rms_norm import add_rms_norm, rms_norm
@@ -26,19 +32,23 @@ __version__ = "0.1.0"
 __all__ = [
     "AttentionBackend",
     "AttentionMetadata",
+    "DecodeState",
     "KernelInputError",
     "KernelWatch",
     "LayerKVCache",
     "LogitAdjustments",
+    "StateColumns",
     "TokenFilters",
     "TokenLogprobs",
     "__version__",
     "add_rms_norm",
+    "advance_decode_state",
     "available_attention_backends",
     "linear",
     "linear_parts",
     "pack_linear_weight",
     "paged_attention",
+    "read_decode_state",
     "rms_norm",
     "rotary_embedding",
     "rotate_and_store",

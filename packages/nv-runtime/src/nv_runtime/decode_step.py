@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nv_kernels import AttentionMetadata, LayerKVCache
+from nv_kernels import AttentionMetadata, LayerKVCache, read_decode_state
 from nv_models import CausalLM
-from nv_runtime.device_batch import FIRST_BLOCK, IS_ACTIVE, LENGTH, TOKEN
+from nv_runtime.device_batch import COLUMNS, FIRST_BLOCK
 from nv_runtime.sampler import SampledTokens, Sampler
 from nv_runtime.sampling_needs import SamplingNeeds
 
@@ -58,27 +58,25 @@ class DecodeStep:
         Returns:
             The next tokens, [padded_size]. They stand in the rows, whose lengths are advanced.
         """
-        padded_size = batch.shape[0]
         num_blocks = -(-max_context_len // self._block_size)
-        # Rows of an even width, so that seeds can be read as 64 bits where they are.
-        width = FIRST_BLOCK + num_blocks + num_blocks % 2
-        state = self._rows[:, :width].index_select(0, batch)
-        rows = batch.long()
-        is_active = state[:, IS_ACTIVE]
-        length = state[:, LENGTH]
-        positions = length.long()
-        block_table = state[:, FIRST_BLOCK : FIRST_BLOCK + num_blocks]
-        block_ids = block_table.gather(1, (positions // self._block_size)[:, None])[:, 0]
-        slots = block_ids * self._block_size + length % self._block_size
+        inputs = read_decode_state(
+            self._rows,
+            batch,
+            columns=COLUMNS,
+            # Rows of an even width, so that seeds can be read as 64 bits where they are.
+            width=FIRST_BLOCK + num_blocks + num_blocks % 2,
+            block_size=self._block_size,
+        )
         metadata = AttentionMetadata(
-            cu_seqlens_q=torch.arange(padded_size + 1, dtype=torch.int32, device=batch.device),
-            context_lens=(length + 1) * is_active,
-            block_table=block_table,
-            slot_mapping=torch.where(is_active > 0, slots, -1),
+            cu_seqlens_q=inputs.cu_seqlens_q,
+            context_lens=inputs.context_lens,
+            block_table=inputs.state[:, FIRST_BLOCK : FIRST_BLOCK + num_blocks],
+            slot_mapping=inputs.slot_mapping,
             max_query_len=1,
             max_context_len=max_context_len,
         )
-        hidden = self._model(state[:, TOKEN].long(), positions, self._kv_caches, metadata)
+        hidden = self._model(inputs.token_ids, inputs.positions, self._kv_caches, metadata)
         shard = self._model.compute_logits_shard(hidden)
-        self._rows[:, LENGTH].index_copy_(0, rows, length + is_active)
-        return self._sampler(shard, batch, state, positions + 1, needs)
+        return self._sampler(
+            shard, batch, inputs.state, inputs.next_positions, needs, advances_length=True
+        )

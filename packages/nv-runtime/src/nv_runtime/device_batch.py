@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from nv_core import SamplingParams, ScheduledSequence, StepPlan
+from nv_kernels import StateColumns
 from nv_runtime.sampling_needs import (
     PLAIN,
     RowNeeds,
@@ -37,6 +38,7 @@ from nv_runtime.sampling_tables import SamplingTables
 TOKEN, LENGTH, TEMPERATURE, IS_ACTIVE, SEED = 0, 1, 2, 3, 4
 TOP_K, TOP_P, MIN_P, PENALTIES = 6, 7, 8, 9
 FIRST_BLOCK = 12
+COLUMNS = StateColumns(TOKEN, LENGTH, IS_ACTIVE, FIRST_BLOCK)
 
 _LARGEST_FLOAT32 = 3.4028234663852886e38
 _NUM_STAGING_BUFFERS = 4

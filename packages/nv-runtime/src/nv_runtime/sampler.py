@@ -20,17 +20,18 @@ from nv_kernels import (
     LogitAdjustments,
     TokenFilters,
     TokenLogprobs,
+    advance_decode_state,
     sample_tokens,
     token_logprobs,
 )
 from nv_models import CausalLM
 from nv_runtime.device_batch import (
+    COLUMNS,
     IS_ACTIVE,
     MIN_P,
     PENALTIES,
     SEED,
     TEMPERATURE,
-    TOKEN,
     TOP_K,
     TOP_P,
 )
@@ -75,6 +76,8 @@ class Sampler:
         state: Tensor,
         positions: Tensor,
         needs: SamplingNeeds,
+        *,
+        advances_length: bool = False,
     ) -> SampledTokens:
         """Samples one token per row and stores it in the row.
 
@@ -84,24 +87,28 @@ class Sampler:
             state: Those rows' state, [num_rows, at least FIRST_BLOCK] int32, an even row stride.
             positions: Position in its sequence that each new token will have, [num_rows] int64.
             needs: All that any of the rows needs.
+            advances_length: Whether to advance the rows' lengths, too.
 
         Returns:
             The tokens, the same on every rank; padding rows have token 0.
         """
-        rows = batch.long()
         floats = state.view(torch.float32)
         draw = (
             floats[:, TEMPERATURE],
             state[:, SEED : SEED + 2].view(torch.int64)[:, 0],
             positions,
         )
-        # A padding row's logits mean nothing; its token must still be one.
-        is_active = state[:, IS_ACTIVE]
+
+        def store(token_ids: Tensor) -> Tensor:
+            # A padding row's logits mean nothing; its token must still be one.
+            return advance_decode_state(
+                self._rows, batch, token_ids, columns=COLUMNS, advances_length=advances_length
+            )
+
         if needs == PLAIN:
-            token_ids = sample_from_shard(self._model, shard, *draw) * is_active
-            self._rows[:, TOKEN].index_copy_(0, rows, token_ids.int())
-            return SampledTokens(token_ids)
+            return SampledTokens(store(sample_from_shard(self._model, shard, *draw)))
         # What needs the whole row gathers it.
+        rows = batch.long()
         logits = self._model.gather_logits(shard)
         banned = self._ban(logits, rows, positions) if needs.banned_words else None
         filters = None
@@ -109,11 +116,10 @@ class Sampler:
             filters = TokenFilters(state[:, TOP_K], floats[:, TOP_P], floats[:, MIN_P])
         adjustments = self._adjustments(batch, floats, needs)
         token_ids = sample_tokens(logits, *draw, adjustments=adjustments, filters=filters)
-        token_ids = token_ids * is_active
         # A token that two ranks saw differently would part their sequences for good.
         self._model.tensor_parallel.broadcast(token_ids)
-        self._rows[:, TOKEN].index_copy_(0, rows, token_ids.int())
-        self._note(rows, token_ids, is_active, needs)
+        token_ids = store(token_ids)
+        self._note(rows, token_ids, state[:, IS_ACTIVE], needs)
         if needs.num_top is None:
             return SampledTokens(token_ids)
         if banned is not None:

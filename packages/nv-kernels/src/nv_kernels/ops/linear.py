@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch.nn.functional import linear as linear_reference
 
 from nv_kernels.checks import FLOAT_DTYPES, check_last_dim_contiguous, check_tensor
@@ -17,6 +18,8 @@ _MAX_ROWS = 32
 _MAX_ROWS_IN_PARTS = 64
 _MAX_ROWS_IN_PARTS_OF_SMALL = 128
 _SMALL_WEIGHT = 2**22  # elements
+_MAX_ROWS_AS_TWO = 256
+_MAX_OUTPUTS_AS_TWO = 4096
 
 
 def linear(
@@ -91,6 +94,8 @@ def linear_parts(x: Tensor, weight: Tensor, *, backend: str = "auto") -> Tensor:
         from nv_kernels.triton.linear import linear_parts as linear_parts_triton
 
         return linear_parts_triton(x, weight)
+    if backend == "auto" and _is_faster_as_two(x, weight):
+        return _multiply_as_two(x, weight)
     return linear_reference(x, weight)[None]
 
 
@@ -127,6 +132,31 @@ def _is_faster_in_parts(num_rows: int, weight: Tensor) -> bool:
     is_small = weight.numel() <= _SMALL_WEIGHT
     max_rows = _MAX_ROWS_IN_PARTS_OF_SMALL if is_small else _MAX_ROWS_IN_PARTS
     return weight.element_size() == 2 and num_rows <= max_rows and _is_cut_evenly(weight)
+
+
+def _is_faster_as_two(x: Tensor, weight: Tensor) -> bool:
+    """Whether two products of half the inputs, at once, beat one; see docs/kernels.md.
+
+    They do where one product leaves processors without work, or has to add up shares of its own.
+    """
+    num_rows, (out_features, in_features) = x.shape[0], weight.shape
+    least = 65 if in_features > 2 * out_features else 129
+    return (
+        weight.is_cuda
+        and weight.element_size() == 2
+        and least <= num_rows <= _MAX_ROWS_AS_TWO
+        and out_features <= _MAX_OUTPUTS_AS_TWO
+        and in_features >= 1024
+        and _is_cut_evenly(weight)
+    )
+
+
+def _multiply_as_two(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiplies the halves of the rows by the halves of the weight: two parts, in fp32."""
+    (num_rows, in_features), out_features = x.shape, weight.shape[0]
+    halves = x.view(num_rows, 2, in_features // 2).transpose(0, 1)
+    weight_halves = weight.view(out_features, 2, in_features // 2).permute(1, 2, 0)
+    return torch.bmm(halves, weight_halves, out_dtype=torch.float32)
 
 
 def _is_cut_evenly(weight: Tensor) -> bool:
