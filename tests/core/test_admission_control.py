@@ -202,7 +202,7 @@ def test_plan_that_only_drops_runs_nothing_and_is_committed() -> None:
     world = World()
     seq = world.add(6)
     plan = world.run(lambda step: step.drop(seq, "no"))
-    assert (plan.sequences, plan.dropped) == ((), (seq,))
+    assert (len(plan.sequences), plan.dropped) == (0, (seq,))
     assert not world.scheduler.has_unfinished
     world.policy.action = lambda _step: None
     assert world.scheduler.schedule() is None

@@ -286,16 +286,7 @@ def test_sharing_what_the_same_step_computes_would_be_caught(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The test of the test: forks that build on a grant before the step is over."""
-    shared = Step._shared
-
-    def shared_too_early(self: Step, seq: Sequence, num_hits: int) -> list[int] | None:
-        grants, self._grants = self._grants, {}
-        try:
-            return shared(self, seq, num_hits)
-        finally:
-            self._grants = grants
-
-    monkeypatch.setattr(Step, "_shared", shared_too_early)
+    monkeypatch.setattr(Step, "_computed_before", lambda _self, seq: seq.num_computed_tokens)
     caught = 0
     for seed in range(400):
         try:

@@ -17,6 +17,7 @@ from nv_core import (
     Policy,
     RequestError,
     SamplingParams,
+    ScheduledBatch,
     ScheduledSequence,
     Scheduler,
     SchedulerConfig,
@@ -460,7 +461,7 @@ def plant_in_every_entry(
 
     def finish_changed(self: Step) -> StepPlan:
         plan = finish(self)
-        return dataclasses.replace(plan, sequences=tuple(map(change, plan.sequences)))
+        return dataclasses.replace(plan, sequences=ScheduledBatch.of(map(change, plan.sequences)))
 
     patch.setattr(Step, "finish", finish_changed)
 

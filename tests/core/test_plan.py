@@ -4,7 +4,15 @@ import dataclasses
 
 import pytest
 
-from nv_core import FinishReason, SamplingParams, Scheduler, SchedulerConfig, StepPlan
+from nv_core import (
+    FinishReason,
+    SamplingParams,
+    ScheduledBatch,
+    ScheduledSequence,
+    Scheduler,
+    SchedulerConfig,
+    StepPlan,
+)
 
 
 def make_scheduler(max_num_batched_tokens: int = 64, max_num_seqs: int = 8) -> Scheduler:
@@ -150,3 +158,77 @@ def test_a_step_that_plans_nothing_keeps_what_is_released_for_the_next() -> None
     plan = scheduler.schedule()
     assert plan is not None
     assert plan.released == (seq.seq_id,)
+
+
+def mixed_plan() -> StepPlan:
+    """A decode that runs ahead, a prompt with a cached block that ends, and one that is cut."""
+    scheduler = make_scheduler(max_num_batched_tokens=9)
+    scheduler.add([1, 2, 3, 4, 5])
+    scheduler.commit(scheduled(scheduler), {0: 6})
+    scheduled(scheduler)
+    scheduler.add([1, 2, 3, 4, 7, 8])
+    scheduler.add([10] * 12)
+    return scheduled(scheduler)
+
+
+def test_batch_reads_as_a_tuple_of_entries() -> None:
+    batch = mixed_plan().sequences
+    entries = tuple(batch)
+    assert [tuple(entry)[1:7] for entry in entries] == [
+        (0, 6, 1, True, 2, 1),
+        (1, 4, 2, True, 2, 0),
+        (2, 0, 6, False, 3, 0),
+    ]
+    assert all(isinstance(entry, ScheduledSequence) for entry in entries)
+    assert len(batch) == 3
+    assert [batch[place] for place in range(-3, 3)] == [*entries, *entries]
+    assert batch[1:] == entries[1:]
+    assert batch[::-1] == entries[::-1] == tuple(reversed(batch))
+    assert entries[1] in batch
+    assert batch.index(entries[2]) == 2
+    assert repr(batch) == repr(entries)
+    with pytest.raises(IndexError):
+        batch[3]
+
+
+def test_batch_equals_a_tuple_of_the_same_entries() -> None:
+    batch = mixed_plan().sequences
+    assert batch == tuple(batch)
+    assert tuple(batch) == batch
+    assert batch == ScheduledBatch.of(batch)
+    assert batch != tuple(batch)[:2]
+    assert batch != ScheduledBatch()
+    assert batch != list(batch), "as of tuples"
+    assert ScheduledBatch.of([]) == ScheduledBatch() == ()
+    assert not ScheduledBatch()
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(batch)
+
+
+def test_columns_say_what_the_entries_say() -> None:
+    batch = mixed_plan().sequences
+    names = [field.name for field in dataclasses.fields(ScheduledBatch)]
+    for name, of_entry in zip(names, ScheduledSequence._fields, strict=True):
+        assert name in (of_entry, f"{of_entry}s")
+        column = getattr(batch, name)
+        assert list(column) == [getattr(entry, of_entry) for entry in batch]
+    assert batch.sampled_seq_ids == (0, 1)
+    assert [seq.seq_id for seq in batch.sampled_sequences] == [0, 1]
+
+
+def test_decode_is_told_from_all_other_plans() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=2)
+    scheduler.add([1])
+    plans = []
+    for prompt in ([2], [3], [4, 5]):
+        plans.append(scheduled(scheduler))
+        scheduler.commit(plans[-1], dict.fromkeys(plans[-1].sampled_seq_ids, 9))
+        scheduler.add(prompt)
+    kinds = [([tuple(e[2:5]) for e in plan.sequences], plan.is_decode) for plan in plans]
+    assert kinds == [
+        # One token that yields the next is a decode to whoever runs it, also if it is a prompt.
+        ([(0, 1, True)], True),
+        ([(1, 1, True), (0, 1, True)], True),
+        ([(2, 1, True), (1, 1, True)], True),
+    ]
+    assert not mixed_plan().is_decode

@@ -52,9 +52,10 @@ class Device:
     def run(self, plan: StepPlan) -> dict[int, int]:
         changes = self.batch.follow(plan)
         entries = plan.sequences
-        if entries and all(e.num_scheduled_tokens == 1 and e.samples for e in entries):
+        if entries and plan.is_decode:
             self.num_decodes += 1
-            changes += self.batch.prepare_decode(entries, padded_size=MAX_NUM_SEQS)
+            order = range(len(entries))
+            changes += self.batch.prepare_decode(entries, order, padded_size=MAX_NUM_SEQS)
             self.num_uploads += bool(changes)
             self.batch.send(changes)
             self.check_decode(plan)

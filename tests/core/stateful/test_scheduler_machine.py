@@ -32,6 +32,7 @@ from nv_core import (
     Priority,
     RequestError,
     SamplingParams,
+    ScheduledBatch,
     Scheduler,
     SchedulerConfig,
     SchedulingError,
@@ -376,6 +377,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert entry.seq_id not in plan.preempted
             length = entry.num_computed_tokens + entry.num_scheduled_tokens
             assert length <= len(entry.block_table) * config.block_size
+            # Parts of a batch are taken over from the one before where nothing can have changed.
+            seq = entry.sequence
+            assert (entry.seq_id, entry.growing_table) == (seq.seq_id, seq.block_table)
+            assert entry.growing_table is seq.block_table
+            assert entry.num_blocks == len(seq.block_table)
+            assert entry.num_pending_tokens == seq.num_pending_tokens - entry.samples
+            assert len(entry.token_ids) == entry.num_scheduled_tokens - bool(
+                entry.num_pending_tokens
+            )
         # A runner that keeps state for each sequence learns of each one that loses its blocks.
         assert len(set(plan.released)) == len(plan.released)
         assert set(plan.preempted) <= set(plan.released)
@@ -476,7 +486,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 def describe(plan: StepPlan) -> tuple[object, ...]:
     """Everything that a plan says."""
     entries = [(repr(entry), entry.token_ids) for entry in plan.sequences]
-    return repr(dataclasses.replace(plan, sequences=(), dropped=())), entries
+    return repr(dataclasses.replace(plan, sequences=ScheduledBatch(), dropped=())), entries
 
 
 TestScheduler = SchedulerMachine.TestCase

@@ -78,7 +78,7 @@ def assert_same(theirs: StepPlan, ours: StepPlan) -> None:
     assert len(theirs.sequences) == len(ours.sequences)
     for their, our in zip(theirs.sequences, ours.sequences, strict=True):
         assert their[1:6] == our[1:6]
-        assert their.num_known_tokens == our.num_known_tokens
+        assert their.num_pending_tokens == our.num_pending_tokens
         assert their.block_table == our.block_table
         assert their.token_ids == our.token_ids
         seq, twin = our.sequence, their.sequence

@@ -14,7 +14,7 @@ from nv_core.errors import (
     RequestError,
     SchedulingError,
 )
-from nv_core.plan import ScheduledSequence, StepPlan
+from nv_core.plan import ScheduledBatch, ScheduledSequence, StepPlan
 from nv_core.policies import (
     Deadline,
     Fair,
@@ -58,6 +58,7 @@ __all__ = [
     "RequestError",
     "RequestOutputKind",
     "SamplingParams",
+    "ScheduledBatch",
     "ScheduledSequence",
     "Scheduler",
     "SchedulerConfig",

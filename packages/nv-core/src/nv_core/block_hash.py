@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from struct import iter_unpack
+from struct import iter_unpack, pack
 
 import xxhash
 
@@ -74,6 +74,7 @@ class BlockKeys:
     __slots__ = (
         "_block_bytes",
         "_block_size",
+        "_format",
         "_hash_block",
         "_namespace",
         "hashes",
@@ -91,6 +92,7 @@ class BlockKeys:
         self._namespace = namespace
         self._block_size = block_size
         self._block_bytes = 4 * block_size
+        self._format = f"{block_size}I"
         self._hash_block = hash_block
         self.packed: list[bytes] = []
         self.hashes: list[int] = []
@@ -129,11 +131,14 @@ class BlockKeys:
         Args:
             token_ids: All tokens from the first on.
         """
-        size = self._block_size
-        for start in range(len(self.packed) * size, len(token_ids) - size + 1, size):
-            block = pack_tokens(token_ids[start : start + size])
+        packed, hashes, size = self.packed, self.hashes, self._block_size
+        start = len(packed) * size
+        while (stop := start + size) <= len(token_ids):
+            # For one block a third faster than `pack_tokens`.
+            block = pack(self._format, *token_ids[start:stop])
             if start == 0:
                 block = self._namespace + block
-            parent = self.hashes[-1] if self.hashes else ROOT_HASH
-            self.packed.append(block)
-            self.hashes.append(self._hash_block(block, parent))
+            parent = hashes[-1] if start else ROOT_HASH
+            packed.append(block)
+            hashes.append(self._hash_block(block, parent))
+            start = stop

@@ -203,8 +203,10 @@ class BlockManager:
     ) -> CachedPrefix:
         """Files a used, full and completely computed block under its content.
 
+        One that is filed already, by another sequence that shares it, stays as it is.
+
         Args:
-            block_id: The block; it must not be published already.
+            block_id: The block.
             keys: Keys of the sequence that computed it.
             position: The block's place in that sequence.
             parent: The content before it, as returned when that was published or matched; None
@@ -213,6 +215,9 @@ class BlockManager:
         Returns:
             The content's entry, the parent of the next block.
         """
+        prefix = self._prefix_of[block_id]
+        if prefix is not None:
+            return prefix
         content_hash, tokens = keys.hashes[position], keys.packed[position]
         prefix = self._find(content_hash, parent, tokens)
         if prefix is None:

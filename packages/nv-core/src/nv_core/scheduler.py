@@ -28,7 +28,7 @@ from nv_core.block_hash import (
 from nv_core.block_manager import BlockManager
 from nv_core.config import SchedulerConfig
 from nv_core.errors import RequestError, SchedulingError
-from nv_core.plan import ScheduledSequence, StepPlan
+from nv_core.plan import ScheduledBatch, StepPlan
 from nv_core.policies import make_policy
 from nv_core.prefix_cache_stats import PrefixCacheStats
 from nv_core.prompt import check_labels, check_prediction, check_prompt, check_time
@@ -287,29 +287,31 @@ class Scheduler:
         """
         tokens = self._tokens_of(plan, token_ids)
         self._in_flight.popleft()
-        sampled: list[Sequence] = []
+        batch = plan.sequences
+        ended_before: set[Sequence] = set()
         finished: list[Sequence] = []
-        for entry, token_id in zip(plan.sequences, tokens, strict=False):
-            seq = entry.sequence
-            if seq.finish_reason is not None:
-                continue
-            if token_id is None:
-                self._publish(seq, entry)
-                continue
+        for place, seq, token_id in zip(range(len(batch)), batch.sequences, tokens, strict=True):
             known = seq.token_ids
-            known.append(token_id)
-            seq.num_pending_tokens -= 1
-            sampled.append(seq)
-            num_tokens = len(known)
-            # Nothing below is called for most tokens: they neither fill a block nor end anything.
-            if num_tokens > seq._publish_at:
-                self._publish(seq, entry)
-            if token_id in seq.stop_token_ids or num_tokens >= seq._max_total_tokens:
+            if token_id is None:
+                self._publish(seq, batch, place)
+            elif len(known) < seq._appends_until and token_id not in seq.stop_token_ids:
+                # Most tokens neither fill a block nor end anything.
+                known.append(token_id)
+                seq.num_pending_tokens -= 1
+            elif seq.finish_reason is None:
+                known.append(token_id)
+                seq.num_pending_tokens -= 1
+                self._publish(seq, batch, place)
                 reason = self._reason_to_finish(seq, token_id)
                 if reason is not None:
                     self._finish(seq, reason)
                     finished.append(seq)
-        return StepEvents(tuple(sampled), tuple(finished))
+            else:
+                ended_before.add(seq)
+        sampled = batch.sampled_sequences
+        if ended_before:
+            sampled = tuple([seq for seq in sampled if seq not in ended_before])
+        return StepEvents(sampled, tuple(finished))
 
     def abort(self, seq_id: int) -> Sequence | None:
         """Ends a sequence now and frees its blocks.
@@ -349,7 +351,7 @@ class Scheduler:
         for seq in self._step.running:
             seq.prefixes = []
             seq._publishes = False
-            seq._publish_at = NEVER
+            seq._publish_from(NEVER)
             seq._shares = False
 
     @property
@@ -433,9 +435,9 @@ class Scheduler:
             raise SchedulingError("slots and running sequences do not add up")
         pending = dict.fromkeys(self._sequences, 0)
         for plan in self._in_flight:
-            for entry in plan.sequences:
-                if entry.samples and entry.seq_id in pending:
-                    pending[entry.seq_id] += 1
+            for seq_id in plan.sampled_seq_ids:
+                if seq_id in pending:
+                    pending[seq_id] += 1
         for seq in self._sequences.values():
             self._check_sequence(seq, pending[seq.seq_id])
         self._blocks.check_invariants([seq.block_table for seq in running])
@@ -506,29 +508,25 @@ class Scheduler:
                 f"got tokens for {list(token_ids)}"
             )
         if len(tokens) < len(plan.sequences):
-            return [token_ids.get(entry.seq_id) for entry in plan.sequences]
+            return list(map(token_ids.get, plan.sequences.seq_ids))
         return tokens
 
-    def _publish(self, seq: Sequence, entry: ScheduledSequence) -> None:
-        """Files the blocks that the entry has filled; their tokens are all known by now."""
-        num_computed = entry.num_computed_tokens + entry.num_scheduled_tokens
+    def _publish(self, seq: Sequence, batch: ScheduledBatch, place: int) -> None:
+        """Files the blocks that an entry has filled; their tokens are all known by now."""
         # A plan that was made before the sequence lost its blocks says nothing of those it has.
-        if num_computed < seq._publish_at or entry.growing_table is not seq.block_table:
+        table = seq.block_table
+        if not seq._publishes or batch.growing_tables[place] is not table:
             return
-        block_size = self.config.block_size
-        prefixes = seq.prefixes
-        num_full = num_computed // block_size
-        if num_full > len(seq.keys.hashes):
-            seq.keys.extend(seq.token_ids)
+        blocks, keys, prefixes = self._blocks, seq.keys, seq.prefixes
+        num_computed = batch.num_computed_tokens[place] + batch.num_scheduled_tokens[place]
+        num_full = num_computed // blocks.block_size
+        if num_full > len(keys.hashes):
+            keys.extend(seq.token_ids)
+        parent = prefixes[-1] if prefixes else None
         for position in range(len(prefixes), num_full):
-            parent = prefixes[-1] if prefixes else None
-            block_id = seq.block_table[position]
-            # A sibling that shares the block may have published it.
-            content = self._blocks.content_of(block_id)
-            if content is None:
-                content = self._blocks.publish(block_id, seq.keys, position, parent)
-            prefixes.append(content)
-        seq._publish_at = (num_full + 1) * block_size
+            parent = blocks.publish(table[position], keys, position, parent)
+            prefixes.append(parent)
+        seq._publish_from((len(prefixes) + 1) * blocks.block_size)
 
     def _reason_to_finish(self, seq: Sequence, token_id: int) -> FinishReason | None:
         if (

@@ -87,7 +87,29 @@ class Curtain:
         self.is_drawn = False
 
 
-class Sequence:
+class _Progress:
+    """What every step touches of a sequence.
+
+    A class of its own keeps these fields side by side in memory: with thousands of sequences,
+    fetching them is what a step waits for.
+    """
+
+    __slots__ = (
+        "_appends_until",
+        "_decodes_until",
+        "_step",
+        "block_table",
+        "finish_reason",
+        "num_computed_tokens",
+        "num_pending_tokens",
+        "seq_id",
+        "stop_token_ids",
+        "token_ids",
+        "wait_reason",
+    )
+
+
+class Sequence(_Progress):
     """One request's tokens and progress.
 
     A policy sees all of this but `sampling_params` and `max_total_tokens`, which say how long the
@@ -133,23 +155,17 @@ class Sequence:
         "_family",
         "_hits_counted",
         "_max_total_tokens",
-        "_publish_at",
         "_publishes",
         "_refused_in_step",
         "_sampling_params",
         "_shares",
-        "_step",
         "arrival_step",
         "arrival_time",
-        "block_table",
         "cache_salt",
         "deadline",
         "drop_reason",
-        "finish_reason",
         "keys",
         "num_cached_tokens",
-        "num_computed_tokens",
-        "num_pending_tokens",
         "num_preemptions",
         "num_prefill_tokens",
         "num_prompt_tokens",
@@ -157,13 +173,9 @@ class Sequence:
         "prefixes",
         "priority",
         "request_id",
-        "seq_id",
         "status",
         "stop_reason",
-        "stop_token_ids",
-        "token_ids",
         "user",
-        "wait_reason",
     )
 
     def __init__(
@@ -240,8 +252,12 @@ class Sequence:
         self._hits_counted = False
         # Whether blocks that it fills in this residence may enter the prefix cache.
         self._publishes = False
-        # How many tokens must be computed before there is another block to publish.
-        self._publish_at = NEVER
+        # Below that many computed tokens a decode needs no block and does not compute the last
+        # token; 0 while the sequence does not decode.
+        self._decodes_until = 0
+        # Below that many known tokens one that stops nothing is just appended: it fills no block
+        # that is to be published, and is not the last; 0 once the sequence has ended.
+        self._appends_until = 0
         # The last step that granted it tokens or preempted it, and the last that refused it.
         self._step = -1
         self._refused_in_step = -1
@@ -251,6 +267,10 @@ class Sequence:
             f"Sequence({self.seq_id}, {self.status.value}, tokens={self.num_tokens}, "
             f"computed={self.num_computed_tokens}, pending={self.num_pending_tokens})"
         )
+
+    def _publish_from(self, num_tokens: int) -> None:
+        """Notes how long it must be before there is another block to publish."""
+        self._appends_until = min(num_tokens, self._max_total_tokens - 1)
 
     @property
     def sampling_params(self) -> SamplingParams:

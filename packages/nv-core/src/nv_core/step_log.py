@@ -19,7 +19,6 @@ from array import array
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field, fields
-from operator import itemgetter
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -299,15 +298,15 @@ class BlockTracker:
         for seq_id in plan.released:
             told.pop(seq_id, None)
         gained = {}
-        for entry in plan.sequences:
-            position = told.get(entry.seq_id, 0)
-            if entry.num_blocks > position:
-                gained[entry.seq_id] = tuple(entry.block_ids_from(position))
-                told[entry.seq_id] = entry.num_blocks
+        batch = plan.sequences
+        for place, (seq_id, num_blocks) in enumerate(
+            zip(batch.seq_ids, batch.num_blocks, strict=True)
+        ):
+            position = told.get(seq_id, 0)
+            if num_blocks > position:
+                gained[seq_id] = tuple(batch.growing_tables[place][position:num_blocks])
+                told[seq_id] = num_blocks
         return gained
-
-
-_COMPUTED, _SCHEDULED = itemgetter(2), itemgetter(3)
 
 
 def record_plan(
@@ -327,20 +326,16 @@ def record_plan(
         done_s: See there.
         new_blocks: See there; None to leave blocks out.
     """
-    entries = plan.sequences
-    num_seqs = len(entries)
-    sampled = plan.sampled_seq_ids
-    samples_all = len(sampled) == num_seqs
-    is_decode = samples_all and plan.num_scheduled_tokens == num_seqs
+    batch = plan.sequences
     return StepRecord(
         plan.step_id,
         planned_s,
         launched_s,
         done_s,
-        sampled if samples_all else tuple([entry.seq_id for entry in entries]),
-        array("I", map(_COMPUTED, entries)),
-        (1,) * num_seqs if is_decode else tuple(map(_SCHEDULED, entries)),
-        sampled,
+        batch.seq_ids,
+        array("I", batch.num_computed_tokens),
+        tuple(batch.num_scheduled_tokens),
+        plan.sampled_seq_ids,
         plan.preempted,
         tuple([seq.seq_id for seq in plan.dropped]),
         plan.released,

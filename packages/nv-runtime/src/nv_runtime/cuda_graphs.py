@@ -305,14 +305,14 @@ class MixedGraphs:
         if num_tokens > self._token_buckets[-1]:
             return None
         # A sequence may hold blocks for more than it has computed: its table must fit as well.
-        longest = self._block_size * max(entry.num_blocks for entry in plan.sequences)
+        longest = self._block_size * max(plan.sequences.num_blocks)
         bound = context_bound(longest, self._max_model_len)
         layout = StepLayout(
             num_tokens=_padded(num_tokens, self._token_buckets),
             num_seqs=_padded(len(plan.sequences), self._seq_buckets),
             num_blocks=-(-bound // self._block_size),
         )
-        longest_query = max(entry.num_scheduled_tokens for entry in plan.sequences)
+        longest_query = max(plan.sequences.num_scheduled_tokens)
         max_query_len = layout.num_tokens
         if longest_query <= _LONG_QUERY:
             max_query_len = min(max_query_len, _LONG_QUERY)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nv_core import SamplingParams, ScheduledSequence, StepPlan
+from nv_core import SamplingParams, ScheduledBatch, ScheduledSequence, StepPlan
 from nv_kernels import StateColumns
 from nv_runtime.sampling_needs import (
     PLAIN,
@@ -48,18 +48,16 @@ _NUM_STAGING_BUFFERS = 4
 _PLAIN_ROW = RowNeeds(PLAIN, PLAIN, 0)
 
 
-@dataclass
+@dataclass(slots=True)
 class _Row:
     """What the host knows of a row on the device.
 
     Attributes:
-        num_blocks: Blocks of the table that are there.
         length: The row's length, as decode steps will read it.
         token_position: Position in the sequence of the row's token.
         needs: What sampling its tokens needs.
     """
 
-    num_blocks: int = 0
     length: int = -1
     token_position: int = -1
     needs: RowNeeds = _PLAIN_ROW
@@ -114,6 +112,8 @@ class DeviceBatch:
         self._staging = _StagingBuffers(device)
         self._sent_batch: list[int] = []
         self._row_of: dict[int, int] = {}
+        # Lengths of the block tables that were sent, by `seq_id`.
+        self._num_blocks: dict[int, int] = {}
         # Sequences whose sampling needs more than a temperature.
         self._special: set[int] = set()
         self._known: list[_Row] = []
@@ -128,6 +128,7 @@ class DeviceBatch:
         """
         self._sent_batch = [-1] * self.batch.shape[0]
         self._row_of = {}
+        self._num_blocks = {}
         self._special = set()
         self._known = [_Row() for _ in range(self.padding_row)]
         self._free_rows = list(range(self.padding_row - 1, -1, -1))
@@ -160,54 +161,59 @@ class DeviceBatch:
             row = self._row_of.pop(seq_id, None)
             if row is not None:
                 self._free_rows.append(row)
+                del self._num_blocks[seq_id]
                 self._special.discard(seq_id)
         changes: list[tuple[int, int]] = []
-        for entry in plan.sequences:
-            row = self._row_of.get(entry.seq_id)
+        batch = plan.sequences
+        for index, (seq_id, num_blocks) in enumerate(
+            zip(batch.seq_ids, batch.num_blocks, strict=True)
+        ):
+            num_sent = self._num_blocks.get(seq_id, 0)
+            if num_blocks == num_sent:
+                continue
+            row = self._row_of.get(seq_id)
             if row is None:
-                row = self._free_rows.pop()
-                self._row_of[entry.seq_id] = row
+                row = self._row_of[seq_id] = self._free_rows.pop()
                 self._known[row] = _Row()
-                changes += self._new_row(row, entry)
-            known = self._known[row]
-            if entry.num_blocks > known.num_blocks:
-                place = row * self._width + FIRST_BLOCK + known.num_blocks
-                changes += enumerate(entry.block_ids_from(known.num_blocks), start=place)
-                known.num_blocks = entry.num_blocks
+                changes += self._new_row(row, batch[index])
+            place = row * self._width + FIRST_BLOCK + num_sent
+            changes += enumerate(batch.growing_tables[index][num_sent:num_blocks], start=place)
+            self._num_blocks[seq_id] = num_blocks
         return changes
 
     def prepare_decode(
-        self, entries: Sequence[ScheduledSequence], *, padded_size: int
+        self, batch: ScheduledBatch, order: Sequence[int], *, padded_size: int
     ) -> list[tuple[int, int]]:
         """Names the batch of a decode step, and corrects rows whose last step was no decode step.
 
         Args:
-            entries: The batch; each computes one token and samples the next.
+            batch: The batch; each sequence computes one token and samples the next.
+            order: Places in `batch`, in the order in which the step shall have them.
             padded_size: Length of the batch with padding.
 
         Returns:
             What `send` has to write.
         """
         changes: list[tuple[int, int]] = []
-        batch = [self.padding_row] * padded_size
-        for index, entry in enumerate(entries):
-            row = batch[index] = self._row_of[entry.seq_id]
+        rows = [self._row_of[batch.seq_ids[place]] for place in order]
+        for row, place in zip(rows, order, strict=True):
             known = self._known[row]
-            length = entry.num_computed_tokens
+            length = batch.num_computed_tokens[place]
             if known.length != length:
                 changes.append((row * self._width + LENGTH, length))
             if known.token_position != length:
-                changes.append((row * self._width + TOKEN, entry.token_ids[0]))
+                changes.append((row * self._width + TOKEN, batch[place].token_ids[0]))
             # The step itself advances the row.
             known.length = known.token_position = length + 1
+        rows += [self.padding_row] * (padded_size - len(rows))
         sent = self._sent_batch
-        if sent[:padded_size] != batch:
+        if sent[:padded_size] != rows:
             changes += (
                 (self._batch_start + index, row)
-                for index, row in enumerate(batch)
+                for index, row in enumerate(rows)
                 if sent[index] != row
             )
-            sent[:padded_size] = batch
+            sent[:padded_size] = rows
         return changes
 
     def note_sampled(self, entry: ScheduledSequence) -> None:

@@ -115,9 +115,9 @@ class Engine:
         launched = now()
         if self.stats is not None:
             self.stats.note_launch(plan, launched)
-        for entry in plan.sequences:
+        for seq_id in plan.sequences.seq_ids:
             # One that a commit in between has ended has no owner any more.
-            owner = self._owners.get(entry.seq_id)
+            owner = self._owners.get(seq_id)
             if owner is not None:
                 owner[0].note_scheduled(launched)
 
@@ -322,11 +322,10 @@ class Engine:
             if self._step_log is not None:
                 self._step_log.note_failed()
             plans = self.scheduler.plans_in_flight
-            for entry in chain.from_iterable(plan.sequences for plan in plans):
-                self.scheduler.finish(entry.seq_id, FinishReason.ERROR)
+            for seq_id in chain.from_iterable(plan.sequences.seq_ids for plan in plans):
+                self.scheduler.finish(seq_id, FinishReason.ERROR)
             for plan in plans:
-                dropped = {entry.seq_id: 0 for entry in plan.sequences if entry.samples}
-                self.scheduler.commit(plan, dropped)
+                self.scheduler.commit(plan, dict.fromkeys(plan.sampled_seq_ids, 0))
             self.runner.reset()
             for request, answer in list(self._owners.values()):
                 if answer.is_finished:

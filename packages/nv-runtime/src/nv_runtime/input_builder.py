@@ -10,12 +10,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate, repeat
+from itertools import accumulate, compress, repeat
+from operator import add
 
 import torch
 from torch import Tensor
 
-from nv_core import ScheduledSequence, StepPlan
+from nv_core import StepPlan
 from nv_kernels import AttentionMetadata
 
 
@@ -120,7 +121,7 @@ def layout_of(plan: StepPlan) -> StepLayout:
     return StepLayout(
         num_tokens=plan.num_scheduled_tokens,
         num_seqs=len(plan.sequences),
-        num_blocks=max(entry.num_blocks for entry in plan.sequences),
+        num_blocks=max(plan.sequences.num_blocks),
     )
 
 
@@ -136,61 +137,63 @@ def pack_step(plan: StepPlan, layout: StepLayout, *, block_size: int) -> PackedS
     Returns:
         The step; tokens of entry i stand in rows `starts[i]` to `starts[i + 1]`.
     """
-    entries = plan.sequences
-    counts = [entry.num_scheduled_tokens for entry in entries]
-    lengths = [entry.num_computed_tokens + entry.num_scheduled_tokens for entry in entries]
+    batch = plan.sequences
+    counts = batch.num_scheduled_tokens
+    lengths = list(map(add, batch.num_computed_tokens, counts))
     starts = [0, *accumulate(counts)]
-    rows = [end - 1 for end, entry in zip(starts[1:], entries, strict=True) if entry.samples]
-
-    # An array of the standard library: its `extend` takes whole ranges, where tensors would need
+    rows = [end - 1 for end in compress(starts[1:], batch.samples)]
+    # Arrays of the standard library: their `extend` takes whole ranges, where tensors would need
     # an operation for each sequence.
+    token_ids, positions, slots, tables = array("i"), array("i"), array("i"), array("i")
+    for seq, table, first, length, num_pending in zip(
+        batch.sequences,
+        batch.growing_tables,
+        batch.num_computed_tokens,
+        lengths,
+        batch.num_pending_tokens,
+        strict=True,
+    ):
+        if length == first + 1:
+            # If it runs ahead, only the device knows the token.
+            token_ids.append(0 if num_pending else seq.token_ids[first])
+            positions.append(first)
+            slots.append(table[first // block_size] * block_size + first % block_size)
+        else:
+            token_ids.extend(seq.token_ids[first:length])
+            positions.extend(range(first, length))
+            for run in _slots(table, first, length, block_size):
+                slots.extend(run)
+    for table, num_blocks in zip(batch.growing_tables, batch.num_blocks, strict=True):
+        tables.extend(table[:num_blocks])
+        tables.extend(repeat(-1, layout.num_blocks - num_blocks))
+
     values = array("i")
-    sizes = iter(accumulate(layout.sizes))
-
-    def pad(value: int) -> None:
-        """Ends a part."""
-        values.extend(repeat(value, next(sizes) - len(values)))
-
-    for entry, stop in zip(entries, starts[1:], strict=True):
-        values.extend(entry.token_ids)
-        # A token that only the device knows is missing at the end.
-        values.extend(repeat(0, stop - len(values)))
-    pad(0)
-    for entry, end in zip(entries, lengths, strict=True):
-        values.extend(range(entry.num_computed_tokens, end))
-    pad(0)
-    for entry, end in zip(entries, lengths, strict=True):
-        for slots in _slots(entry, end, block_size):
-            values.extend(slots)
-    pad(-1)
-    values.extend(starts)
-    pad(starts[-1])
-    values.extend(lengths)
-    pad(0)
-    values.extend(rows)
-    pad(0)
-    for entry in entries:
-        values.extend(entry.block_ids_from(0))
-        values.extend(repeat(-1, layout.num_blocks - entry.num_blocks))
-    pad(-1)
+    for part, padding, size in zip(
+        (token_ids, positions, slots, starts, lengths, rows, tables),
+        (0, 0, -1, starts[-1], 0, 0, -1),
+        layout.sizes,
+        strict=True,
+    ):
+        values.extend(part)
+        values.extend(repeat(padding, size - len(part)))
     return PackedStep(
         values=torch.frombuffer(values, dtype=torch.int32),
         num_samples=len(rows),
         max_query_len=max(counts),
         max_context_len=max(lengths),
         unknown_tokens={
-            entry.seq_id: end - 1
-            for entry, end, length in zip(entries, starts[1:], lengths, strict=True)
-            if length > entry.num_known_tokens
+            seq_id: end - 1
+            for seq_id, end, num_pending in zip(
+                batch.seq_ids, starts[1:], batch.num_pending_tokens, strict=True
+            )
+            if num_pending
         },
     )
 
 
-def _slots(entry: ScheduledSequence, end: int, block_size: int) -> Iterator[range]:
-    """Slots of the tokens that the entry computes, up to position `end`, block by block."""
-    start = entry.num_computed_tokens
-    first_block = start // block_size
-    for index, block_id in enumerate(entry.block_ids_from(first_block), start=first_block):
+def _slots(table: list[int], first: int, length: int, block_size: int) -> Iterator[range]:
+    """Slots of the positions from `first` to before `length`, block by block."""
+    for index in range(first // block_size, -(-length // block_size)):
         block_start = index * block_size
-        shift = (block_id - index) * block_size
-        yield range(shift + max(start, block_start), shift + min(end, block_start + block_size))
+        shift = (table[index] - index) * block_size
+        yield range(shift + max(first, block_start), shift + min(length, block_start + block_size))

@@ -15,12 +15,11 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 
 import torch
 from torch import Tensor
 
-from nv_core import ScheduledSequence, StepPlan
+from nv_core import ScheduledBatch, ScheduledSequence, StepPlan
 from nv_kernels import LayerKVCache, TokenLogprobs
 from nv_models import CausalLM
 from nv_runtime.captured_graphs import CapturedGraphs
@@ -178,16 +177,17 @@ class ModelRunner:
 
     def _launch(self, plan: StepPlan) -> StepHandle:
         changes = self._batch.follow(plan)
-        entries = plan.sequences
-        if not entries:
+        batch = plan.sequences
+        if not batch:
             self._batch.send(changes)
             return StepHandle((), torch.empty(0, dtype=torch.int64), None, (), None)
         prompt_logprobs: Sequence[PromptLogprobs] = ()
-        if all(entry.num_scheduled_tokens == 1 and entry.samples for entry in entries):
+        if plan.is_decode:
             # The longest first, so that what is left when an attention kernel runs dry is short.
-            entries = tuple(sorted(entries, key=_num_computed_tokens, reverse=True))
-            sampled = self._run_decode(entries, changes)
-            seq_ids = tuple(entry.seq_id for entry in entries)
+            lengths = batch.num_computed_tokens
+            order = sorted(range(len(batch)), key=lengths.__getitem__, reverse=True)
+            sampled = self._run_decode(batch, order, changes)
+            seq_ids = tuple([batch.seq_ids[place] for place in order])
         else:
             self._batch.send(changes)
             sampled, prompt_logprobs = self._run_mixed(plan)
@@ -205,19 +205,19 @@ class ModelRunner:
         return dict(zip(handle.seq_ids, handle.token_ids.tolist(), strict=True))
 
     def _run_decode(
-        self, entries: Sequence[ScheduledSequence], changes: list[tuple[int, int]]
+        self, batch: ScheduledBatch, order: Sequence[int], changes: list[tuple[int, int]]
     ) -> SampledTokens:
-        """Runs a decode step, the longest sequence first; returns its tokens, then padding's."""
+        """Runs a decode step in a given order; returns its tokens, then padding's."""
         graphs = self._decode_graphs
-        size = len(entries) if graphs is None else graphs.padded_size(len(entries))
-        changes += self._batch.prepare_decode(entries, padded_size=size)
+        size = len(batch) if graphs is None else graphs.padded_size(len(batch))
+        changes += self._batch.prepare_decode(batch, order, padded_size=size)
         self._batch.send(changes)
-        longest = 1 + entries[0].num_computed_tokens
+        longest = 1 + max(batch.num_computed_tokens)
         run: Callable[..., SampledTokens] = self._decode_step if graphs is None else graphs.run
         return run(
             self._batch.batch[:size],
             max_context_len=longest,
-            needs=self._batch.needs_of(entries),
+            needs=self._batch.needs_of(batch),
         )
 
     def _run_mixed(self, plan: StepPlan) -> tuple[SampledTokens, Sequence[PromptLogprobs]]:
@@ -280,9 +280,6 @@ class ModelRunner:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
-
-
-_num_computed_tokens = attrgetter("num_computed_tokens")
 
 
 def _position_sampled(entry: ScheduledSequence) -> int:

@@ -61,14 +61,15 @@ def prompt_rows_of(plan: StepPlan) -> list[PromptRows]:
     """Finds the rows of a step that somebody wants log-probabilities from."""
     found = []
     first_row = 0
-    for entry in plan.sequences:
-        seq = entry.sequence
-        first, count = entry.num_computed_tokens, entry.num_scheduled_tokens
+    batch = plan.sequences
+    for seq, first, count in zip(
+        batch.sequences, batch.num_computed_tokens, batch.num_scheduled_tokens, strict=True
+    ):
         num_top = seq.sampling_params.prompt_logprobs
         if num_top is not None and first + 1 < seq.num_prompt_tokens:
             stop = min(first + 1 + count, seq.num_prompt_tokens)
             token_ids = seq.token_ids[first + 1 : stop]
-            found.append(PromptRows(entry.seq_id, first_row, first + 1, token_ids, num_top))
+            found.append(PromptRows(seq.seq_id, first_row, first + 1, token_ids, num_top))
         first_row += count
     return found
 

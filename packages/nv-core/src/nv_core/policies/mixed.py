@@ -95,7 +95,8 @@ class Mixed:
 
     def run(self, step: Step) -> None:
         """Decodes everybody, then goes on with the prompts that are cut."""
-        running = [*step.decoding, *step.prefilling]
+        running = step.decoding
+        running += step.prefilling
         rest = deque(step.take_all(running) if self.max_chunk_tokens is None else running)
         victims: list[Sequence] | None = None
         while rest:

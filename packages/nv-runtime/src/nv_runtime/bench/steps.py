@@ -49,12 +49,14 @@ class StepRecord:
 
 def kind_of(plan: StepPlan) -> StepKind:
     """Says what a plan runs; one token of a sequence that has an answer to continue is decoding."""
+    batch = plan.sequences
     num_decoding = sum(
-        entry.num_scheduled_tokens == 1
-        and entry.num_computed_tokens >= entry.sequence.num_prompt_tokens
-        for entry in plan.sequences
+        count == 1 and first >= seq.num_prompt_tokens
+        for seq, first, count in zip(
+            batch.sequences, batch.num_computed_tokens, batch.num_scheduled_tokens, strict=True
+        )
     )
-    if num_decoding == len(plan.sequences):
+    if num_decoding == len(batch):
         return "decode"
     return "mixed" if num_decoding else "prefill"
 
@@ -79,10 +81,8 @@ class _Recorder:
                 kind=kind_of(plan),
                 num_seqs=len(plan.sequences),
                 num_tokens=plan.num_scheduled_tokens,
-                num_context_tokens=sum(
-                    entry.num_computed_tokens + entry.num_scheduled_tokens
-                    for entry in plan.sequences
-                ),
+                num_context_tokens=sum(plan.sequences.num_computed_tokens)
+                + plan.num_scheduled_tokens,
                 launch_start_s=start,
                 launch_end_s=end,
             )

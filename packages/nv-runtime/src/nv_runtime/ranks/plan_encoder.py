@@ -7,14 +7,15 @@ them by itself.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from nv_core import ScheduledSequence, StepPlan
+from nv_core import ScheduledBatch, ScheduledSequence, StepPlan
 from nv_runtime.ranks.values import pack_value
 from nv_runtime.ranks.wire import EntryChange, NewSequence, StepMessage
 
 
-@dataclass
+@dataclass(slots=True)
 class _Known:
     """What the ranks know of one sequence.
 
@@ -33,12 +34,12 @@ class PlanEncoder:
     def __init__(self) -> None:
         """Assumes ranks that know no sequence."""
         self._known: dict[int, _Known] = {}
-        self._batch: list[int] = []
+        self._batch: tuple[int, ...] = ()
 
     def forget(self) -> None:
         """Assumes again that the ranks know no sequence."""
         self._known.clear()
-        self._batch = []
+        self._batch = ()
 
     def encode(self, plan: StepPlan, *, num_collected: int) -> StepMessage:
         """Says what is new in a plan.
@@ -49,46 +50,51 @@ class PlanEncoder:
         """
         for seq_id in plan.released:
             self._known.pop(seq_id, None)
-        batch = [entry.seq_id for entry in plan.sequences]
-        num_kept = self._num_kept(plan, batch)
-        self._batch = batch
+        seq_ids = plan.sequences.seq_ids
+        num_kept = self._num_kept(plan, seq_ids)
+        self._batch = seq_ids
         new: list[NewSequence] = []
-        for entry in plan.sequences[num_kept:]:
-            if entry.seq_id not in self._known:
+        for place in range(num_kept, len(seq_ids)):
+            if seq_ids[place] not in self._known:
+                entry = plan.sequences[place]
                 new.append(_describe(entry))
                 self._known[entry.seq_id] = _Known(entry.num_computed_tokens)
-        changes = []
-        for index, entry in enumerate(plan.sequences):
-            change = self._change(index, entry)
-            if change is not None:
-                changes.append(change)
         return StepMessage(
             step_id=plan.step_id,
             num_collected=num_collected,
             continues=num_kept > 0,
             released=plan.released,
-            joining=tuple(batch[num_kept:]),
+            joining=seq_ids[num_kept:],
             new=tuple(new),
-            changes=tuple(changes),
+            changes=tuple(self._changes(plan.sequences)),
         )
 
-    def _num_kept(self, plan: StepPlan, batch: list[int]) -> int:
+    def _num_kept(self, plan: StepPlan, seq_ids: tuple[int, ...]) -> int:
         """Counts the entries taken over from the last batch: all that are left, or 0."""
         kept = self._batch
         if plan.released:
             gone = set(plan.released)
-            kept = [seq_id for seq_id in kept if seq_id not in gone]
-        return len(kept) if batch[: len(kept)] == kept else 0
+            kept = tuple([seq_id for seq_id in kept if seq_id not in gone])
+        return len(kept) if seq_ids[: len(kept)] == kept else 0
 
-    def _change(self, index: int, entry: ScheduledSequence) -> EntryChange | None:
-        known = self._known[entry.seq_id]
-        first, count = entry.num_computed_tokens, entry.num_scheduled_tokens
-        is_foreseen = first == known.num_computed_tokens and count == 1 and entry.samples
-        num_blocks, known.num_blocks = known.num_blocks, entry.num_blocks
-        known.num_computed_tokens = first + count
-        if is_foreseen and entry.num_blocks == num_blocks:
-            return None
-        return EntryChange(index, first, count, entry.samples, entry.block_ids_from(num_blocks))
+    def _changes(self, batch: ScheduledBatch) -> Iterator[EntryChange]:
+        """Finds what the ranks cannot foresee, and notes that they know it from now on."""
+        for place, seq_id, first, count, samples, num_blocks in zip(
+            range(len(batch)),
+            batch.seq_ids,
+            batch.num_computed_tokens,
+            batch.num_scheduled_tokens,
+            batch.samples,
+            batch.num_blocks,
+            strict=True,
+        ):
+            known = self._known[seq_id]
+            is_foreseen = first == known.num_computed_tokens and count == 1 and samples
+            if not is_foreseen or num_blocks != known.num_blocks:
+                block_ids = batch.growing_tables[place][known.num_blocks : num_blocks]
+                yield EntryChange(place, first, count, samples, block_ids)
+                known.num_blocks = num_blocks
+            known.num_computed_tokens = first + count
 
 
 _FOR_THE_CALLER = ("output_kind", "extra_args", "stop")

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from nv_core import SamplingParams, ScheduledSequence, StepPlan
+from nv_core import SamplingParams, ScheduledBatch, StepPlan
 from nv_core.block_hash import BlockKeys, default_block_hasher
 from nv_core.sequence import NEVER, Sequence
 from nv_runtime.ranks.errors import ProtocolError
 from nv_runtime.ranks.values import unpack_value
-from nv_runtime.ranks.wire import EntryChange, NewSequence, StepMessage
+from nv_runtime.ranks.wire import NewSequence, StepMessage
 
 
 class PlanReplica:
@@ -60,26 +60,17 @@ class PlanReplica:
         self._batch = [*kept, *message.joining]
         for new in message.new:
             self._sequences[new.seq_id] = _make_sequence(new)
-        changes = {change.place: change for change in message.changes}
-        entries = tuple(
-            self._entry(seq_id, changes.pop(index, None))
-            for index, seq_id in enumerate(self._batch)
-        )
-        if changes:
-            raise ProtocolError(
-                f"step {message.step_id} changes entries {sorted(changes)} of a batch of "
-                f"{len(entries)}"
-            )
+        batch = self._apply(message)
         return StepPlan(
             step_id=message.step_id,
-            sequences=entries,
-            sampled_seq_ids=tuple(entry.seq_id for entry in entries if entry.samples),
+            sequences=batch,
+            sampled_seq_ids=batch.sampled_seq_ids,
             preempted=(),
             dropped=(),
             refused=(),
             released=message.released,
             token_budget=0,
-            num_scheduled_tokens=sum(entry.num_scheduled_tokens for entry in entries),
+            num_scheduled_tokens=sum(batch.num_scheduled_tokens),
             num_hit_tokens=0,
             num_waiting=0,
             num_running=len(self._sequences),
@@ -88,25 +79,43 @@ class PlanReplica:
             num_cached_blocks=0,
         )
 
-    def _entry(self, seq_id: int, change: EntryChange | None) -> ScheduledSequence:
+    def _apply(self, message: StepMessage) -> ScheduledBatch:
+        """Advances the sequences of the batch by one decode each, or as the message says."""
+        beyond = [change.place for change in message.changes if change.place >= len(self._batch)]
+        if beyond:
+            raise ProtocolError(
+                f"step {message.step_id} changes entries {beyond} of a batch of {len(self._batch)}"
+            )
+        sequences = [self._sequence(seq_id) for seq_id in self._batch]
+        starts = [seq.num_computed_tokens for seq in sequences]
+        counts, samples = [1] * len(sequences), [True] * len(sequences)
+        for change in message.changes:
+            place = change.place
+            starts[place] = change.num_computed_tokens
+            counts[place] = change.num_scheduled_tokens
+            samples[place] = change.samples
+            sequences[place].block_table += change.block_ids
+        pending = []
+        for seq, start, count in zip(sequences, starts, counts, strict=True):
+            seq.num_computed_tokens = start + count
+            pending.append(max(0, start + count - len(seq.token_ids)))
+        tables = [seq.block_table for seq in sequences]
+        return ScheduledBatch(
+            sequences,
+            tuple(self._batch),
+            starts,
+            counts,
+            samples,
+            num_blocks=list(map(len, tables)),
+            num_pending_tokens=pending,
+            growing_tables=tables,
+        )
+
+    def _sequence(self, seq_id: int) -> Sequence:
         seq = self._sequences.get(seq_id)
         if seq is None:
             raise ProtocolError(f"a step names sequence {seq_id}, which this rank does not have")
-        first, count, samples = seq.num_computed_tokens, 1, True
-        if change is not None:
-            _, first, count, samples, block_ids = change
-            seq.block_table += block_ids
-        seq.num_computed_tokens = first + count
-        return ScheduledSequence(
-            sequence=seq,
-            seq_id=seq_id,
-            num_computed_tokens=first,
-            num_scheduled_tokens=count,
-            samples=samples,
-            num_blocks=len(seq.block_table),
-            num_known_tokens=len(seq.token_ids),
-            growing_table=seq.block_table,
-        )
+        return seq
 
 
 def _make_sequence(new: NewSequence) -> Sequence:
