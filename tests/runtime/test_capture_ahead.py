@@ -227,19 +227,19 @@ def test_whoever_comes_waits_for_one_capture_at_most(
     """A request that comes during a capture is served before the next one begins."""
     events: list[str] = []
     is_capturing, may_go_on = threading.Event(), threading.Event()
-    launch = ModelRunner.launch
+    launch, capture_next_graph = ModelRunner.launch, ModelRunner.capture_next_graph
 
-    def capture(run: Callable[[], Output], *where: object) -> object:
-        events.append("capture")
+    def capture_ahead(runner: ModelRunner) -> bool:
+        events.append("capture ahead")
         is_capturing.set()
         assert may_go_on.wait(30)
-        return emulator.capture(run, *where)
+        return capture_next_graph(runner)
 
     def note_launch(runner: ModelRunner, plan: Any) -> Any:  # noqa: ANN401
         events.append("launch")
         return launch(runner, plan)
 
-    monkeypatch.setattr(nv_runtime.captured_graphs, "capture", capture)
+    monkeypatch.setattr(ModelRunner, "capture_next_graph", capture_ahead)
     monkeypatch.setattr(ModelRunner, "launch", note_launch)
     llm = AsyncLLM(str(checkpoint), **settings())
 
@@ -253,10 +253,9 @@ def test_whoever_comes_waits_for_one_capture_at_most(
 
     assert len(asyncio.run(serve())) == GREEDY.max_tokens
     first, last = events.index("launch"), len(events) - 1 - events[::-1].index("launch")
-    assert events[:first] == ["capture"]
-    # Steps of size 1 find the graph that was captured ahead: the smallest came first.
-    assert "capture" not in events[first:last]
-    wait_until(lambda: events.count("capture") == len(SIZES))
+    assert events[:first] == ["capture ahead"]
+    assert "capture ahead" not in events[first:last]
+    wait_until(lambda: emulator.num_decode_graphs == len(SIZES))
     llm.shutdown()
 
 

@@ -197,7 +197,10 @@ class DecodeGraphs:
         return min(num_missing, max(0, MAX_GRAPHS_AHEAD * len(self._buckets) - len(self._graphs)))
 
     def capture_next(self, batch: Tensor) -> bool:
-        """Captures one graph that no step has needed yet, the smallest first.
+        """Captures one graph that no step has needed yet.
+
+        The largest comes first: whatever the others need for a moment fits into what it leaves in
+        the pool, while a pool that grows size by size keeps pieces of all of them.
 
         Args:
             batch: The arena's batch, uncut.
@@ -209,7 +212,7 @@ class DecodeGraphs:
             return False
         bound, needs = self._newest
         self._tables.make(needs)
-        size = next(size for size in self._buckets if self._key(size) not in self._graphs)
+        size = max(size for size in self._buckets if self._key(size) not in self._graphs)
         captured = self._capture(batch[:size], max_context_len=bound, needs=needs)
         if captured is None:
             return False

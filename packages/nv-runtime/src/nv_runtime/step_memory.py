@@ -10,7 +10,12 @@ from dataclasses import dataclass
 import torch
 
 from nv_models import ModelConfig
-from nv_runtime.cuda_graphs import batch_buckets, longest_graphed_step, token_buckets
+from nv_runtime.cuda_graphs import (
+    MAX_GRAPHS_AHEAD,
+    batch_buckets,
+    longest_graphed_step,
+    token_buckets,
+)
 
 MIB = 1024**2
 
@@ -81,7 +86,8 @@ def estimate_step_memory(
     graph_bytes = 0
     if use_graphs:
         max_graphed = min(longest_graphed_step(config, tensor_parallel_size), max_num_tokens)
-        num_graphs = len(batch_buckets(max_num_seqs)) + len(token_buckets(max_graphed))
+        num_decode_graphs = MAX_GRAPHS_AHEAD * len(batch_buckets(max_num_seqs))
+        num_graphs = num_decode_graphs + len(token_buckets(max_graphed))
         pools = (max_graphed + max_num_seqs) * token_bytes + max_num_seqs * logits_bytes
         graph_bytes = pools + num_graphs * _GRAPH_BYTES
     return StepMemory(

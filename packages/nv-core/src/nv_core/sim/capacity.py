@@ -12,8 +12,8 @@ from nv_core.sim.model_shape import ModelShape
 WORKSPACE_BYTES = 128 * 2**20
 """What libraries take for themselves."""
 
-NUM_DECODE_GRAPHS = 35
-"""Sizes of decode steps that the engine captures as CUDA graphs, with its default limits."""
+NUM_DECODE_GRAPHS = 2 * 35
+"""CUDA graphs of decode steps for which the engine keeps memory, with its default limits."""
 
 GRAPHED_OPERATIONS = 0.9e-3 * 600e12
 """Operations of one layer from which on a step with prompts has no graph: a GPU is busy for longer
