@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, cast
 import pytest
 import torch
 
+import nv_runtime.captured_graphs
 from nv_core import SamplingParams, Scheduler, SchedulerConfig
 from nv_models import TensorParallel
-from nv_runtime.captured_graphs import CapturedGraphs
+from nv_runtime.captured_graphs import CapturedGraphs, GraphPool
 from nv_runtime.cuda_graphs import (
     CaptureAttempts,
     MixedGraphs,
@@ -119,12 +120,48 @@ def test_a_rank_that_fails_among_collectives_must_not_go_on() -> None:
     assert alone.capture(warm_up=out_of_memory, record=lambda: "graph") is None
 
 
+@pytest.mark.parametrize("error", [None, torch.OutOfMemoryError("CUDA out of memory")])
+def test_the_memory_of_graphs_is_taken_in_one_piece_before_the_first(
+    monkeypatch: pytest.MonkeyPatch, error: Exception | None
+) -> None:
+    taken: list[int] = []
+
+    def capture(run: Callable[[], Tensor], *where: object) -> tuple[str, Tensor]:
+        assert where == ("pool", None)
+        if error is not None:
+            raise error
+        return "graph", run()
+
+    def empty(num_bytes: int, **_: object) -> None:
+        taken.append(num_bytes)
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    monkeypatch.setattr(nv_runtime.captured_graphs, "capture", capture)
+    pool = GraphPool(1234, torch.device("cpu"))
+    monkeypatch.setattr(torch, "empty", empty)
+    assert taken == []
+    # Where there is no such piece, the pool grows as it may.
+    assert [pool.handle(None) for _ in range(3)] == ["pool"] * 3
+    assert taken == ([1234] if error is None else [])
+
+
+def test_other_errors_of_the_pool_are_not_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def capture(*_: object) -> None:
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    monkeypatch.setattr(nv_runtime.captured_graphs, "capture", capture)
+    with pytest.raises(RuntimeError, match="an illegal memory access"):
+        GraphPool(1234, torch.device("cpu")).handle(None)
+
+
 def test_a_new_size_runs_in_a_larger_graph_until_it_is_worth_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     graphs = MixedGraphs(
         cast("MixedStep", None),
+        pool=GraphPool(0, torch.device("cpu")),
         max_tokens=512,
         max_num_seqs=4,
         max_model_len=512,

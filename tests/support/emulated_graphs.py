@@ -66,6 +66,7 @@ class Emulator:
 
         patch.setattr(DeviceBatch, "__init__", remember)
         patch.setattr(nv_runtime.captured_graphs, "capture", self.capture)
+        patch.setattr(nv_runtime.captured_graphs, "fill_pool", lambda *_, **__: None)
         patch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
         patch.setattr(nv_runtime.builder, "_uses_graphs", lambda *_: True)
 

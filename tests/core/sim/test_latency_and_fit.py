@@ -304,7 +304,7 @@ def test_capacity_by_hand() -> None:
     # A layer of 218,103,808 weights keeps the GPU busy for longer than its launch from 1,237 tokens
     # on: graphs for 16, ..., 512, 640, 768, 896, 1024 and 1237 tokens, and two for each of 35 sizes
     # of decodes.
-    graphs = (1237 + 256) * per_token * 2 + 256 * 128256 * 2 + ((13 + 70) * 8 + 128) * 2**20
+    graphs = 1237 * per_token * 2 + 256 * (per_token + 128256) * 3 + ((13 + 70) * 2 + 128) * 2**20
     left = int(79 * 2**30 * 0.9) - 2 * model.num_parameters - step - graphs
     assert capacity.num_blocks == left // (131_072 * 16)
     assert capacity.fits

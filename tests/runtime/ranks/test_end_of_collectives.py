@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -19,6 +20,8 @@ from nv_runtime.captured_graphs import CapturedGraphs
 from nv_runtime.ranks.process_group import RankGroup
 
 LIMIT_S = 20.0
+
+POOL: Any = SimpleNamespace(handle=lambda _stream: None)
 
 
 class Communicator:
@@ -82,7 +85,7 @@ def group_of(communicator: Communicator, *, over_host: bool = False) -> RankGrou
 def test_the_graphs_end_before_the_communicator(
     communicator: Communicator, graphs: CapturedGraphs
 ) -> None:
-    captured = [graphs.capture(lambda: "output", None)[0] for _ in range(3)]
+    captured = [graphs.capture(lambda: "output", POOL)[0] for _ in range(3)]
     assert (graphs.num_graphs, communicator.num_graphs) == (3, 3)
     graphs.replay(captured[1])
     assert cast("Any", captured[1]).num_replays == 1
@@ -95,12 +98,12 @@ def test_the_graphs_end_before_the_communicator(
 def test_nothing_is_replayed_or_captured_any_more(
     communicator: Communicator, graphs: CapturedGraphs
 ) -> None:
-    graph, _ = graphs.capture(lambda: "output", None)
+    graph, _ = graphs.capture(lambda: "output", POOL)
     group_of(communicator).abort(graphs)
     with pytest.raises(RuntimeError, match="have been released"):
         graphs.replay(graph)
     with pytest.raises(RuntimeError, match="have been released"):
-        graphs.capture(lambda: "output", None)
+        graphs.capture(lambda: "output", POOL)
     assert cast("Any", graph).num_replays == communicator.num_graphs == 0
 
 
@@ -109,7 +112,7 @@ def test_a_thread_amid_a_launch_finishes_it_first(
     communicator: Communicator, graphs: CapturedGraphs, what: str
 ) -> None:
     """The communicator is left alone meanwhile: a capture that it waits for could never end."""
-    graph = cast("Any", graphs.capture(lambda: "output", None)[0])
+    graph = cast("Any", graphs.capture(lambda: "output", POOL)[0])
     graph.may_return.clear()
     begun = threading.Event()
 
@@ -122,7 +125,7 @@ def test_a_thread_amid_a_launch_finishes_it_first(
         launch.start()
         assert graph.is_replaying.wait(LIMIT_S)
     else:
-        launch = threading.Thread(target=lambda: graphs.capture(record, None))
+        launch = threading.Thread(target=lambda: graphs.capture(record, POOL))
         launch.start()
         assert begun.wait(LIMIT_S)
     abort = threading.Thread(target=lambda: group_of(communicator).abort(graphs))

@@ -14,6 +14,7 @@ from time import monotonic
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 _Output = TypeVar("_Output")
 
@@ -39,13 +40,13 @@ class CapturedGraphs:
     def capture(
         self,
         run: Callable[[], _Output],
-        pool: Any,  # noqa: ANN401 - has no public type
+        pool: GraphPool,
     ) -> tuple[torch.cuda.CUDAGraph, _Output]:
         """Captures what a function launches.
 
         Args:
             run: See `capture`.
-            pool: See `capture`.
+            pool: Its memory.
 
         Returns:
             The graph, for `replay`, and what `run` returned: tensors that each replay fills.
@@ -61,7 +62,7 @@ class CapturedGraphs:
         with self._lock:
             self._check()
             start = monotonic()
-            graph, output = capture(run, pool, self._stream)
+            graph, output = capture(run, pool.handle(self._stream), self._stream)
             self.seconds += monotonic() - start
             self.num_graphs += 1
             self._graphs.append(graph)
@@ -99,6 +100,70 @@ class CapturedGraphs:
             )
 
 
+class GraphPool:
+    """The memory that graphs share for what they need while they run; only one runs at a time.
+
+    It is taken in one piece before the first capture. Otherwise each size that is larger than all
+    before it would add a piece that only it fits into: 1,220 MiB for the decode graphs of
+    Qwen3-0.6B captured in ascending order on an H200, and 134 MiB so.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        """Takes nothing yet.
+
+        Args:
+            num_bytes: What the largest graph needs.
+            device: Where the graphs run.
+        """
+        self._num_bytes = num_bytes
+        self._device = device
+        self._handle = torch.cuda.graph_pool_handle()
+        self._is_filled = False
+        # Keeps the pool alive.
+        self._first_graph: torch.cuda.CUDAGraph | None = None
+
+    def handle(self, stream: torch.cuda.Stream | None) -> Any:  # noqa: ANN401 - has no public type
+        """What `capture` is given; the first call takes the memory if there is so much left.
+
+        Args:
+            stream: See `capture`.
+        """
+        if not self._is_filled:
+            self._is_filled = True
+            self._first_graph = fill_pool(
+                self._handle, stream, num_bytes=self._num_bytes, device=self._device
+            )
+        return self._handle
+
+
+def fill_pool(
+    handle: Any,  # noqa: ANN401 - has no public type
+    stream: torch.cuda.Stream | None,
+    *,
+    num_bytes: int,
+    device: torch.device,
+) -> torch.cuda.CUDAGraph | None:
+    """Takes memory into a pool by capturing a graph that allocates it and lets it go.
+
+    Returns:
+        The graph, never to be replayed; None if the device has no such piece, and the pool has to
+        grow as it may.
+    """
+
+    def allocate() -> Tensor:
+        torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        return torch.zeros(1, device=device)  # an empty graph would be warned of
+
+    try:
+        graph, _ = capture(allocate, handle, stream)
+    except RuntimeError as error:  # torch.OutOfMemoryError is one
+        if not is_out_of_memory(error):
+            raise
+        torch.cuda.empty_cache()
+        return None
+    return graph
+
+
 def capture(
     run: Callable[[], _Output],
     pool: Any,  # noqa: ANN401 - has no public type
@@ -120,3 +185,13 @@ def capture(
     with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
         output = run()
     return graph, output
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error, or what led to it, is a lack of memory."""
+    # What ends a capture reports the failed capture, with the reason as its context.
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

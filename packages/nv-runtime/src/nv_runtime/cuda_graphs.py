@@ -3,7 +3,7 @@
 Launching a step's few hundred kernels one by one takes the host longer than short steps take the
 device. A graph launches them all at once, for one padded size. Capturing takes tens of
 milliseconds, so a start captures nothing, and an engine that never sees a large batch never pays
-for one. Graphs of a kind share one memory pool: only one runs at a time.
+for one. Graphs of a kind share one memory pool (`GraphPool`): only one runs at a time.
 
 `DecodeGraphs` captures a size when it first occurs, since decode steps repeat. `MixedGraphs` waits
 until a size occurs again, so that a single prompt does not pay for a graph that nobody replays; if
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from nv_core import StepPlan
 from nv_models import ModelConfig, TensorParallel
-from nv_runtime.captured_graphs import CapturedGraphs
+from nv_runtime.captured_graphs import CapturedGraphs, GraphPool, is_out_of_memory
 from nv_runtime.decode_step import DecodeStep
 from nv_runtime.input_builder import StepLayout
 from nv_runtime.mixed_step import MixedStep
@@ -128,6 +128,7 @@ class DecodeGraphs:
         tables: SamplingTables,
         captured: CapturedGraphs,
         attempts: CaptureAttempts,
+        pool: GraphPool,
         padding_row: int,
         max_num_seqs: int,
         max_model_len: int,
@@ -140,6 +141,7 @@ class DecodeGraphs:
             tables: What its sampling reads; a graph goes with the tables of its time.
             captured: Holds them.
             attempts: Captures them.
+            pool: Their memory.
             padding_row: Row that a warm-up run may use without harm.
             max_num_seqs: Largest batch.
             max_model_len: Longest context.
@@ -155,7 +157,7 @@ class DecodeGraphs:
         self._attempts = attempts
         # What steps are like: bound of the context and needs of the last one.
         self._newest = (context_bound(1, max_model_len), usual_needs)
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool = pool
 
     def padded_size(self, batch_size: int) -> int:
         """The smallest captured size that holds a batch."""
@@ -197,10 +199,7 @@ class DecodeGraphs:
         return min(num_missing, max(0, MAX_GRAPHS_AHEAD * len(self._buckets) - len(self._graphs)))
 
     def capture_next(self, batch: Tensor) -> bool:
-        """Captures one graph that no step has needed yet.
-
-        The largest comes first: whatever the others need for a moment fits into what it leaves in
-        the pool, while a pool that grows size by size keeps pieces of all of them.
+        """Captures one graph that no step has needed yet, the smallest first.
 
         Args:
             batch: The arena's batch, uncut.
@@ -212,7 +211,7 @@ class DecodeGraphs:
             return False
         bound, needs = self._newest
         self._tables.make(needs)
-        size = max(size for size in self._buckets if self._key(size) not in self._graphs)
+        size = next(size for size in self._buckets if self._key(size) not in self._graphs)
         captured = self._capture(batch[:size], max_context_len=bound, needs=needs)
         if captured is None:
             return False
@@ -270,6 +269,7 @@ class MixedGraphs:
         *,
         captured: CapturedGraphs,
         attempts: CaptureAttempts,
+        pool: GraphPool,
         max_tokens: int,
         max_num_seqs: int,
         max_model_len: int,
@@ -281,6 +281,7 @@ class MixedGraphs:
             step: What to capture.
             captured: Holds them.
             attempts: Captures them.
+            pool: Their memory.
             max_tokens: Longest step to capture, in tokens.
             max_num_seqs: Most sequences in one step.
             max_model_len: Longest context.
@@ -296,7 +297,7 @@ class MixedGraphs:
         self._inputs: dict[MixedShape, Tensor] = {}
         self._captured = captured
         self._attempts = attempts
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool = pool
 
     def shape_for(self, plan: StepPlan) -> MixedShape | None:
         """The shape whose graph runs a plan; None if it should run eagerly.
@@ -435,7 +436,7 @@ class CaptureAttempts:
             captured = record()
         except RuntimeError as error:  # torch.OutOfMemoryError is one
             is_out_of_step = self._ranks.size > 1 and not is_warm
-            if is_out_of_step or not _is_out_of_memory(error):
+            if is_out_of_step or not is_out_of_memory(error):
                 raise
         if self._is_there_for_all(captured):
             return captured
@@ -452,12 +453,3 @@ class CaptureAttempts:
             return captured is not None
         is_missing = torch.tensor([int(captured is None)], device=self._device)
         return int(self._ranks.all_reduce_max(is_missing)) == 0
-
-
-def _is_out_of_memory(error: BaseException | None) -> bool:
-    # What ends a capture reports the failed capture, with the reason as its context.
-    while error is not None:
-        if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
-            return True
-        error = error.__cause__ or error.__context__
-    return False

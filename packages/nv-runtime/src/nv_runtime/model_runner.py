@@ -22,7 +22,7 @@ from torch import Tensor
 from nv_core import ScheduledBatch, ScheduledSequence, StepPlan
 from nv_kernels import LayerKVCache, TokenLogprobs
 from nv_models import CausalLM
-from nv_runtime.captured_graphs import CapturedGraphs
+from nv_runtime.captured_graphs import CapturedGraphs, GraphPool
 from nv_runtime.cuda_graphs import (
     CaptureAttempts,
     DecodeGraphs,
@@ -41,6 +41,7 @@ from nv_runtime.prompt_logprobs import (
 )
 from nv_runtime.sampler import SampledTokens, Sampler
 from nv_runtime.sampling_needs import PLAIN, SamplingNeeds
+from nv_runtime.step_memory import decode_pool_bytes, mixed_pool_bytes
 from nv_runtime.transfer import to_device
 
 
@@ -120,14 +121,14 @@ class ModelRunner:
         self._decode_graphs: DecodeGraphs | None = None
         self._mixed_graphs: MixedGraphs | None = None
         if use_graphs:
+            max_graphed = longest_graphed_step(model.config, model.tensor_parallel.size)
+            max_graphed = min(max_graphed, max_num_batched_tokens)
             self._mixed_graphs = MixedGraphs(
                 self._mixed_step,
                 captured=self.graphs,
                 attempts=CaptureAttempts(model.tensor_parallel, device),
-                max_tokens=min(
-                    longest_graphed_step(model.config, model.tensor_parallel.size),
-                    max_num_batched_tokens,
-                ),
+                pool=GraphPool(mixed_pool_bytes(model.config, model.dtype, max_graphed), device),
+                max_tokens=max_graphed,
                 max_num_seqs=max_num_seqs,
                 max_model_len=max_model_len,
                 block_size=block_size,
@@ -137,6 +138,7 @@ class ModelRunner:
                 tables=self._batch.tables,
                 captured=self.graphs,
                 attempts=CaptureAttempts(model.tensor_parallel, device),
+                pool=GraphPool(decode_pool_bytes(model.config, model.dtype, max_num_seqs), device),
                 padding_row=self._batch.padding_row,
                 max_num_seqs=max_num_seqs,
                 max_model_len=max_model_len,

@@ -19,7 +19,7 @@ GRAPHED_OPERATIONS = 0.9e-3 * 600e12
 """Operations of one layer from which on a step with prompts has no graph: a GPU is busy for longer
 than the host needs to launch the layer."""
 
-GRAPH_BYTES = 8 * 2**20
+GRAPH_BYTES = 2 * 2**20
 """The driver's own memory of a graph."""
 
 
@@ -106,7 +106,7 @@ def plan_capacity(
     # Graphs of decodes and of steps with prompts share one pool each, as large as the largest.
     layer_operations = 2 * model.num_matmul_parameters / model.num_layers / ranks
     most_graphed = min(most_tokens, int(GRAPHED_OPERATIONS / layer_operations))
-    pools = (most_graphed + max_num_seqs) * token_bytes + max_num_seqs * logits_bytes
+    pools = most_graphed * token_bytes + max_num_seqs * (token_bytes + logits_bytes) * 3 // 2
     num_graphs = NUM_DECODE_GRAPHS + _num_mixed_graphs(most_graphed)
     graphs = ranks * (pools + num_graphs * GRAPH_BYTES + WORKSPACE_BYTES)
     left = memory - model.weight_bytes - activations - graphs
