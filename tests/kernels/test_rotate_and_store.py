@@ -40,7 +40,8 @@ def expected(
     return rotary_oracle(normed, positions, table)
 
 
-@pytest.mark.parametrize("target", targets())
+# "auto" has a faster way of its own on a CPU.
+@pytest.mark.parametrize("target", targets(cpu_backends=("torch", "auto")))
 @pytest.mark.parametrize("has_norm", [False, True])
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim"), [(2, 1, 8), (4, 4, 16), (3, 1, 80), (16, 8, 128)]
@@ -93,6 +94,55 @@ def test_queries_and_cache(
     num_written = (len(slots) - 1) * num_kv_heads * head_dim
     assert int((~key_cache.isnan()).sum()) == num_written
     assert int((~value_cache.isnan()).sum()) == num_written
+
+
+@pytest.mark.parametrize("layout", ["head_major", "contiguous"])
+@pytest.mark.parametrize("slots", [[0, 19, 4, 7], [-1, 19, 4, -1], [-1] * 4])
+def test_layers_of_a_step_share_what_they_have_in_common(layout: str, slots: list[int]) -> None:
+    target = Target("auto", "cpu", torch.float32)
+    derived: dict[str, object] = {}
+    positions = torch.tensor([1, 63, 5, 17])
+    table = cos_sin(16, target)
+    # The last one has a cache of another shape.
+    for layer, num_blocks in enumerate([NUM_BLOCKS, NUM_BLOCKS, NUM_BLOCKS, 7]):
+        qkv = random_tensor(layer, 4, 7, 16, target=target)
+        weights = [random_tensor(10 + layer + i, 16, target=target) for i in (0, 1)]
+        results = []
+        ways: list[dict[str, Any]] = [{"derived": derived}, {"backend": "torch"}]
+        for way in ways:
+            shape = (num_blocks, BLOCK_SIZE, 2, 16)
+            keys, values = (empty_cache(*shape, layout, target) for _ in range(2))
+            query = rotate_and_store(
+                qkv,
+                positions,
+                table,
+                keys,
+                values,
+                torch.tensor(slots),
+                query_weight=weights[0],
+                key_weight=weights[1],
+                eps=1e-5,
+                **way,
+            )
+            results.append((query, keys, values))
+        for ours, theirs in zip(*results, strict=True):
+            torch.testing.assert_close(ours, theirs, equal_nan=True, rtol=2e-6, atol=2e-6)
+    assert len(derived) == 1
+
+
+def test_caches_that_are_not_one_run_of_memory_are_written_all_the_same() -> None:
+    given = arguments()
+    given["qkv"] = torch.randn(2, 4, 8)
+    given["cos_sin_cache"] = torch.ones(4, 8)
+    given["slot_mapping"] = torch.tensor([3, 1])
+    wide = torch.zeros(2, 4, 2, 1, 8)
+    apart = {"key_cache": wide[0, ::2], "value_cache": wide[1, ::2]}
+    query = rotate_and_store(**{**given, **apart}, derived={})
+    expected_query = rotate_and_store(**given)
+    torch.testing.assert_close(query, expected_query)
+    for name, cache in apart.items():
+        torch.testing.assert_close(cache, given[name])
+    assert int((wide != 0).any(dim=-1).sum()) == 4
 
 
 def arguments() -> dict[str, Any]:

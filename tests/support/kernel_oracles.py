@@ -39,14 +39,16 @@ class Target:
 
 
 def targets(
-    gpu_backends: Sequence[str] = ("torch", "triton"), dtypes: Sequence[torch.dtype] = DTYPES
+    gpu_backends: Sequence[str] = ("torch", "triton"),
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    cpu_backends: Sequence[str] = ("torch",),
 ) -> list[ParameterSet]:
     """Lists the targets: PyTorch on the CPU, Triton's interpreter, everything on CUDA.
 
     The interpreter computes bf16 matrix products wrongly, so bf16 is left to the GPU. Where a GPU
     is present, kernels are compiled and the interpreter is not available.
     """
-    cpu = [Target("torch", "cpu", dtype) for dtype in dtypes]
+    cpu = [Target(backend, "cpu", dtype) for backend in cpu_backends for dtype in dtypes]
     interpreted = [Target("triton", "cpu", dtype) for dtype in dtypes if dtype != torch.bfloat16]
     cuda = [Target(backend, "cuda", dtype) for backend in gpu_backends for dtype in dtypes]
     no_interpreter = pytest.mark.skipif(

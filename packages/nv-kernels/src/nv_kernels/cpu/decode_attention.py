@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from nv_kernels.cpu.cache_rows import is_dense, row_numbers, rows_in_memory
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -24,7 +26,7 @@ def can_attend(kv_cache: LayerKVCache, metadata: AttentionMetadata) -> bool:
         metadata.max_query_len == 1
         and metadata.num_tokens == metadata.num_seqs > 0
         and kv_cache.key.device.type == "cpu"
-        and all(_is_dense(cache) for cache in kv_cache)
+        and all(is_dense(cache) for cache in kv_cache)
         and kv_cache.key.stride() == kv_cache.value.stride()
         and _has_one_query_each(metadata)
     )
@@ -97,12 +99,12 @@ def _plan(cache: Tensor, metadata: AttentionMetadata) -> list[_Group]:
 
 
 def _padded_length(length: int) -> int:
-    """The length that a context is padded to: 128, 192, 256, 384, 512, 768, ...
+    """The length that a context is padded to: 64, 128, 192, 256, 384, 512, 768, ...
 
     It depends on the sequence's own length alone, and with it the order in which its products are
     summed: a sequence's result does not depend on the others of its batch.
     """
-    power = 1 << max((length - 1).bit_length(), 7)
+    power = 1 << max((length - 1).bit_length(), 6)
     return power * 3 // 4 if power > 128 and length <= power * 3 // 4 else power
 
 
@@ -118,12 +120,10 @@ def _plan_group(
     last = lengths[:, None] - 1
     clamped = torch.minimum(position, last)  # [num_seqs, padded_length]
     blocks = block_table.gather(1, clamped // block_size)
-    block_step, offset_step, head_step = (stride // head_dim for stride in cache.stride()[:3])
-    rows = blocks * block_step + clamped % block_size * offset_step
-    heads = torch.arange(num_kv_heads)[:, None] * head_step
+    rows = row_numbers(cache, blocks, clamped % block_size).transpose(1, 2)
     return _Group(
         seqs=index,
-        rows=(heads + rows[:, None]).flatten(),
+        rows=rows.flatten(),
         mask=(position <= last)[:, None, None],
         shape=(len(seqs), num_kv_heads, padded_length, head_dim),
     )
@@ -131,16 +131,4 @@ def _plan_group(
 
 def _gather(cache: Tensor, group: _Group) -> Tensor:
     """Copies a group's tokens together, [num_seqs, num_kv_heads, padded_length, head_dim]."""
-    head_dim = cache.shape[-1]
-    in_memory = cache.as_strided((cache.numel() // head_dim, head_dim), (head_dim, 1))
-    return in_memory.index_select(0, group.rows).view(group.shape)
-
-
-def _is_dense(cache: Tensor) -> bool:
-    """Whether a permutation of the dimensions makes the tensor contiguous."""
-    expected = 1
-    for stride, size in sorted(zip(cache.stride(), cache.shape, strict=True)):
-        if size > 1 and stride != expected:
-            return False
-        expected *= size
-    return cache.stride(-1) == 1
+    return rows_in_memory(cache).index_select(0, group.rows).view(group.shape)

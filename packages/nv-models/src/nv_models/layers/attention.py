@@ -89,6 +89,7 @@ class Attention(nn.Module):
             query_weight=None if self.q_norm is None else self.q_norm.weight,
             key_weight=None if self.k_norm is None else self.k_norm.weight,
             eps=self.norm_eps,
+            derived=metadata.derived,
         )
         attended = self.backend.attend(query, kv_cache, metadata, scale=self.scale)
         output: Tensor = self.o_proj(attended.flatten(1))
