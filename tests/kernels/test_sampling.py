@@ -1,11 +1,11 @@
-"""sample_tokens against a plain fp64 statement of the rules, the hash, the noise and the draw."""
+"""sample_tokens against a plain fp64 statement of the rules and the draw (`sampling_oracle`)."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -21,6 +21,7 @@ from nv_kernels import (
     sample_tokens,
     winning_tokens,
 )
+from sampling_oracle import Row, acceptable, draw_columns, kept, strided
 
 pytestmark = [
     pytest.mark.usefixtures("poisoned_memory"),
@@ -30,145 +31,20 @@ pytestmark = [
     ),
 ]
 
-MASK = 2**64 - 1
-GROUP = 16
-
-
-@dataclass(frozen=True)
-class Row:
-    """What a row is asked for."""
-
-    temperature: float = 1.0
-    seed: int = 1
-    position: int = 5
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    allowed: frozenset[int] | None = None
-    bias: dict[int, float] = field(default_factory=dict)
-    prompt: tuple[int, ...] = ()
-    output: tuple[int, ...] = ()
-    repetition: float = 1.0
-    frequency: float = 0.0
-    presence: float = 0.0
-
-    @property
-    def is_filtered(self) -> bool:
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
-
-
-# --- the oracle
-
-
-def mix(value: int) -> int:
-    value &= MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK
-    return value ^ (value >> 31)
-
-
-def noise(row: Row, counter: int) -> float:
-    golden = 0x9E3779B97F4A7C15
-    key = mix(mix(row.seed) + row.position * golden)
-    uniform = ((mix(key + (counter + 1) * golden) >> 32) + 0.5) / 2**32
-    return -math.log(-math.log1p(-uniform))
-
-
-def adjusted(logits: Tensor, row: Row) -> list[float]:
-    values = logits.double().tolist()
-    for token in range(len(values)):
-        if row.allowed is not None and token not in row.allowed:
-            values[token] = -math.inf
-        values[token] += row.bias.get(token, 0.0)
-        if token in row.prompt or token in row.output:
-            is_positive = values[token] > 0
-            values[token] *= 1 / row.repetition if is_positive else row.repetition
-        count = row.output.count(token)
-        values[token] -= row.frequency * count + row.presence * (count > 0)
-    return values
-
-
-def kept(values: Sequence[float], row: Row) -> set[int]:
-    """The tokens that the filters leave; `values` are divided by the temperature."""
-    best = max(values)
-    weights = [math.exp(value - best) for value in values]
-    left = {t for t, weight in enumerate(weights) if weight >= row.min_p and weight > 0}
-    if row.top_k:
-        ordered = sorted((values[t] for t in left), reverse=True)
-        left = {t for t in left if values[t] >= ordered[: row.top_k][-1]}
-    if row.top_p < 1:
-        total = math.fsum(weights[t] for t in left)
-        above, reaching, last = 0.0, set[int](), math.inf
-        for t in sorted(left, key=lambda t: -values[t]):
-            if values[t] != last and above >= row.top_p * total:
-                break
-            last = values[t]
-            reaching.add(t)
-            above += weights[t]
-        left = reaching
-    return left
-
-
-def near_best(scores: Iterable[tuple[int, float]], slack: float) -> set[int]:
-    """The best of some, and those so near it that fp32 may decide otherwise."""
-    pairs = list(scores)
-    best = max(score for _, score in pairs)
-    return {item for item, score in pairs if score >= best - slack * (1 + abs(best))}
-
-
-def acceptable(logits: Tensor, row: Row) -> set[int]:
-    values = adjusted(logits, row)
-    if row.temperature == 0:
-        return {values.index(max(values))}
-    best = max(values)
-    values = [(value - best) / row.temperature for value in values]
-    if row.is_filtered:
-        return near_best(((t, values[t] + noise(row, t)) for t in kept(values, row)), 1e-5)
-    starts = range(0, len(values), GROUP)
-    masses = {start: math.fsum(map(math.exp, values[start : start + GROUP])) for start in starts}
-    groups = near_best(
-        (
-            (start, math.log(mass) + noise(row, -1 - start))
-            for start, mass in masses.items()
-            if mass > 0
-        ),
-        1e-5,
-    )
-    return {
-        token
-        for start in groups
-        for token in near_best(
-            ((t, values[t] + noise(row, t)) for t in range(start, min(start + GROUP, len(values)))),
-            1e-5,
-        )
-    }
-
-
-# --- the calls
-
 
 def draw(logits: Tensor, rows: Sequence[Row], backend: str) -> Tensor:
     device, vocab_size = logits.device, logits.shape[1]
 
-    def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
-        # Every second value of a longer tensor: strides must be honoured.
-        wide = torch.full((len(values), 2), 77, dtype=dtype, device=device)
-        wide[:, 0] = torch.tensor(values, dtype=dtype, device=device)
-        return wide[:, 0]
-
     filters = None
     if any(row.is_filtered for row in rows):
         filters = TokenFilters(
-            top_k=column([row.top_k for row in rows], torch.int32),
-            top_p=column([row.top_p for row in rows], torch.float32),
-            min_p=column([row.min_p for row in rows], torch.float32),
+            top_k=strided([row.top_k for row in rows], torch.int32, device),
+            top_p=strided([row.top_p for row in rows], torch.float32, device),
+            min_p=strided([row.min_p for row in rows], torch.float32, device),
         )
-    signed = [(row.seed + 2**63) % 2**64 - 2**63 for row in rows]
     tokens = sample_tokens(
         logits,
-        column([row.temperature for row in rows], torch.float32),
-        column(signed, torch.int64),
-        column([row.position for row in rows], torch.int64),
+        *draw_columns(rows, device),
         adjustments=adjustments_of(rows, vocab_size, device),
         filters=filters,
         backend=backend,
@@ -535,6 +411,22 @@ def test_the_best_of_all_shards_is_the_draw_from_the_whole_row(
     assert drawn.dtype == torch.int64
     assert drawn.tolist() == whole.tolist()
     assert drawn[:4].tolist() == [int(logits[0].argmax()), 5, 80, 0]
+
+
+@pytest.mark.parametrize("target", targets(gpu_backends=("triton",)))
+def test_the_length_of_a_part_changes_no_score(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if target.backend == "torch":
+        pytest.skip("PyTorch has the whole row at once")
+    kernels = pytest.importorskip("nv_kernels.triton.sampling")
+    logits = random_tensor(9, len(PLAIN), 1500, target=target, scale=2.0)
+    columns = draw_columns(PLAIN, logits.device)
+    draws = []
+    for part_size in (2048, 256, 128):
+        monkeypatch.setattr(kernels, "_PART_SIZE", part_size)
+        draws.append(sample_shard(logits, *columns, first_token=32, backend="triton").tolist())
+    assert draws[0] == draws[1] == draws[2]
 
 
 @pytest.mark.parametrize("target", targets(dtypes=(torch.float32,)))

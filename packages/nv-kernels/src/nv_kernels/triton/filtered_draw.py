@@ -31,6 +31,7 @@ from nv_kernels.triton.logits import (
     load_logits,
     load_value,
     lowest_best,
+    noise_key,
 )
 
 if TYPE_CHECKING:
@@ -224,7 +225,7 @@ def _draw_from_row(
     for part in range(num_parts):
         token = part * part_size + tl.arange(0, part_size)
         value = load_logits(logits, row, token, token < logits.vocab_size)
-        score = (value - best) * scale + gumbel_noise(draw, row, token)
+        score = (value - best) * scale + gumbel_noise(noise_key(draw, row), token)
         score = tl.where(key_of(value) >= threshold, score, float("-inf"))
         part_score = tl.max(score, axis=0)
         part_token = lowest_best(score, token)
@@ -312,7 +313,7 @@ def _draw_filtered_kernel(
                             reaching = _largest_key_reaching(keys, weights, target)
                             threshold = tl.maximum(threshold, reaching)
                     if is_all | (threshold >= bound):
-                        score = (value - best) * scale + gumbel_noise(draw, row, token)
+                        score = (value - best) * scale + gumbel_noise(noise_key(draw, row), token)
                         score = tl.where(is_there & (keys >= threshold), score, float("-inf"))
                         result = lowest_best(score, token)
                 wanted = 4 * wanted

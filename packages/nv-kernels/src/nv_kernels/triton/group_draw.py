@@ -1,4 +1,9 @@
-"""Drawing a token in two stages: a group of 16 by its mass, then a token of the group."""
+"""Drawing a token in two stages: a group of 16 by its mass, then a token of the group.
+
+A group's score and the token drawn from it depend on the group's own logits alone, bit for bit, so
+it does not matter to a draw how a vocabulary is cut into pieces of whole groups. For that, sums and
+fused multiply-adds are spelled out: a compiler chooses them anew for every shape.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +20,73 @@ from nv_kernels.triton.logits import (
     load_logits,
     load_value,
     lowest_best,
+    noise_key,
 )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def weigh_groups(
+    groups: tl.tensor, best: tl.tensor, scale: tl.tensor, key: tl.tensor, counter: tl.tensor
+) -> tl.tensor:
+    """Weighs groups for a draw.
+
+    Args:
+        groups: Logits, [num_groups, 16] of one row or [num_groups, 16, num_rows], fp32.
+        best: The best of each group, [num_groups] or [num_groups, num_rows].
+        scale: Inverse temperature, a scalar or [num_rows].
+        key: See `noise_key`, [1] or [num_rows].
+        counter: What each group's noise is keyed by, [num_groups] or [num_groups, 1].
+
+    Returns:
+        The masses, sums of exp((logit - best) * scale), and the scores, both shaped as `best`.
+    """
+    log2_e: tl.constexpr = 1.4426950408889634
+    # Where nothing may be drawn the mass is 0, not NaN.
+    zero = tl.where(best == float("-inf"), 0.0, best)
+    weights = tl.exp2((groups - tl.expand_dims(zero, 1)) * (scale * log2_e))
+    masses = _sum_of_16(weights)
+    # log(mass) + noise, as the logarithm of a quotient.
+    score = tl.fma(zero, scale, tl.log(masses / exponential_noise(key, counter)))
+    return masses, score
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sum_of_16(values: tl.tensor) -> tl.tensor:
+    """Sums along the second dimension in one order, whatever the layout: two by two."""
+    return _sum_pairs(_sum_pairs(_sum_pairs(_sum_pairs(values, 8), 4), 2), 1)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sum_pairs(values: tl.tensor, num_pairs: tl.constexpr) -> tl.tensor:
+    if len(values.shape) == 2:
+        pairs = tl.reshape(values, (values.shape[0], num_pairs, 2))
+    else:
+        pairs = tl.reshape(values, (values.shape[0], num_pairs, 2, values.shape[2]))
+    sums = tl.sum(pairs, axis=2)
+    if num_pairs == 1:
+        sums = tl.sum(sums, axis=1)
+    return sums
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def draw_from_group(
+    value: tl.tensor, is_drawn: tl.tensor, scale: tl.tensor, key: tl.tensor, token: tl.tensor
+) -> tl.tensor:
+    """Draws a token of one group, or takes its best one.
+
+    Args:
+        value: Logits, [16] of one row or [16, num_rows], fp32.
+        is_drawn: Whether the temperature is above 0, a scalar or [num_rows].
+        scale: Inverse temperature, a scalar or [num_rows].
+        key: See `noise_key`, [1] or [num_rows].
+        token: Token ids, shaped as `value`.
+
+    Returns:
+        The token id, a scalar or [num_rows]; the largest int32 where nothing can be drawn.
+    """
+    distance = value - tl.max(value, axis=0)
+    score = tl.fma(distance, scale, gumbel_noise(key, token))
+    return lowest_best(tl.where(is_drawn, score, value), token)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -28,7 +99,7 @@ def best_group(
     num_columns: tl.constexpr,
     group_size: tl.constexpr,
 ) -> tl.tensor:
-    """Draws a group among neighbouring columns, or takes the one with the best token.
+    """Draws a group among neighbouring columns of a row, or takes the one with the best token.
 
     Args:
         draw: See `Draw`.
@@ -43,26 +114,19 @@ def best_group(
         The best logit, the mass of all columns, the group's score and its first column.
     """
     num_groups: tl.constexpr = num_columns // group_size
-    best = tl.max(value, axis=0)
-    # Where nothing may be drawn the mass is 0, not NaN.
-    zero = tl.where(best == float("-inf"), 0.0, best)
-    scale = inverse_temperature(draw, row)
     groups = tl.reshape(value, (num_groups, group_size))
     start = first_column + group_size * tl.arange(0, num_groups)
+    group_best = tl.max(groups, axis=1)
+    best = tl.max(group_best, axis=0)
+    score = group_best
     mass = 0.0
     if load_value(draw.temperatures, row) > 0:
-        log2_e: tl.constexpr = 1.4426950408889634
-        masses = tl.sum(tl.exp2((groups - zero) * (scale * log2_e)), axis=1)
-        mass = tl.sum(masses, axis=0)
+        scale = inverse_temperature(draw, row)
         counter = -1 - first_token - tl.maximum(start, 0)
-        # log(mass) + noise, as the logarithm of a quotient, which the best alone is taken of.
-        quotient = masses / exponential_noise(draw, row, counter)
-        score = zero * scale + tl.log(tl.max(quotient, axis=0))
-        chosen = lowest_best(quotient, start)
-    else:
-        score = best
-        chosen = lowest_best(tl.max(groups, axis=1), start)
-    return best, mass, score, chosen
+        masses, score = weigh_groups(groups, group_best, scale, noise_key(draw, row), counter)
+        zero = tl.where(best == float("-inf"), 0.0, best)
+        mass = tl.sum(masses * tl.exp((group_best - zero) * scale), axis=0)
+    return best, mass, tl.max(score, axis=0), lowest_best(score, start)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -85,11 +149,10 @@ def draw_from_best_group(
     start = tl.load(parts.groups + row * parts.num_parts + chosen)
     column = tl.minimum(start, logits.vocab_size - 1) + tl.arange(0, group_size)
     value = load_logits(logits, row, column, (column >= 0) & (column < logits.vocab_size))
-    if load_value(draw.temperatures, row) > 0:
-        best = tl.max(value, axis=0)
-        noise = gumbel_noise(draw, row, first_token + column)
-        value = (value - best) * inverse_temperature(draw, row) + noise
-    column = tl.maximum(tl.minimum(lowest_best(value, column), logits.vocab_size - 1), 0)
+    is_drawn = load_value(draw.temperatures, row) > 0
+    scale, key = inverse_temperature(draw, row), noise_key(draw, row)
+    token = draw_from_group(value, is_drawn, scale, key, first_token + column)
+    column = tl.maximum(tl.minimum(token - first_token, logits.vocab_size - 1), 0)
     return tl.max(score, axis=0), column
 
 

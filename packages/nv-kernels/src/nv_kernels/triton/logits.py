@@ -97,7 +97,7 @@ class Parts(NamedTuple):
 
 @triton.jit  # type: ignore[untyped-decorator]
 def load_value(column: Column, row: tl.tensor) -> tl.tensor:
-    """Reads one row's value."""
+    """Reads one row's value, or those of several."""
     return tl.load(column.data + row * column.stride)
 
 
@@ -145,15 +145,21 @@ def _mix(value: tl.tensor) -> tl.tensor:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def exponential_noise(draw: Draw, row: tl.tensor, counter: tl.tensor) -> tl.tensor:
-    """Makes a row's exponential variates for some counters, a tensor of one dimension.
+def noise_key(draw: Draw, row: tl.tensor) -> tl.tensor:
+    """Makes what a row's noise hangs on, of one row, [1], or of several, [num_rows]."""
+    increment = tl.full([1], 0x9E3779B97F4A7C15, tl.uint64)
+    seed = (load_value(draw.seeds, row) + tl.zeros([1], tl.int64)).to(tl.uint64, bitcast=True)
+    position = load_value(draw.positions, row) + tl.zeros([1], tl.int64)
+    return _mix(_mix(seed) + position.to(tl.uint64, bitcast=True) * increment)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def exponential_noise(key: tl.tensor, counter: tl.tensor) -> tl.tensor:
+    """Makes exponential variates for keys and counters, which are broadcast together.
 
     Gumbel noise is minus their logarithm.
     """
     increment = tl.full([1], 0x9E3779B97F4A7C15, tl.uint64)
-    seed = (load_value(draw.seeds, row) + tl.zeros([1], tl.int64)).to(tl.uint64, bitcast=True)
-    position = load_value(draw.positions, row) + tl.zeros([1], tl.int64)
-    key = _mix(_mix(seed) + position.to(tl.uint64, bitcast=True) * increment)
     number = (counter.to(tl.int64) + 1).to(tl.uint64, bitcast=True)
     bits = _mix(key + number * increment)
     uniform = ((bits >> 32).to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 2**-32
@@ -164,9 +170,9 @@ def exponential_noise(draw: Draw, row: tl.tensor, counter: tl.tensor) -> tl.tens
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def gumbel_noise(draw: Draw, row: tl.tensor, counter: tl.tensor) -> tl.tensor:
-    """Makes a row's noise for some counters, a tensor of one dimension."""
-    return -tl.log(exponential_noise(draw, row, counter))
+def gumbel_noise(key: tl.tensor, counter: tl.tensor) -> tl.tensor:
+    """Makes standard Gumbel noise for keys and counters, which are broadcast together."""
+    return -tl.log(exponential_noise(key, counter))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -185,6 +191,10 @@ def key_of(value: tl.tensor) -> tl.tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def lowest_best(score: tl.tensor, token: tl.tensor) -> tl.tensor:
-    """The lowest token id among those of the highest score, whatever the order of reduction."""
+    """The lowest token id among those of the highest score along the first dimension.
+
+    It is the same whatever the order of reduction; NaN never wins, and where nothing does it is the
+    largest int32.
+    """
     best = tl.max(score, axis=0)
     return tl.min(tl.where(score == best, token, 2147483647), axis=0)

@@ -17,6 +17,7 @@ from nv_kernels.reference.sampling import GROUP_SIZE
 from nv_kernels.triton.device import device_of
 from nv_kernels.triton.filtered_draw import TILE_SIZE, draw_filtered
 from nv_kernels.triton.group_draw import best_group, draw_from_best_group
+from nv_kernels.triton.launch import launch_options, wait_for_previous
 from nv_kernels.triton.logits import (
     Column,
     Draw,
@@ -99,6 +100,7 @@ def _sample(
             group_size=GROUP_SIZE,
             tile_size=TILE_SIZE,
             num_warps=4,
+            **launch_options(values),
         )
         if filters is not None and tile_maxima is not None:
             draw_filtered(
@@ -113,7 +115,15 @@ def _sample(
             )
         else:
             _draw_kernel[(num_rows,)](
-                logits, draw, parts, output, first_token, packs_score, **sizes, num_warps=1
+                logits,
+                draw,
+                parts,
+                output,
+                first_token,
+                packs_score,
+                **sizes,
+                num_warps=1,
+                **launch_options(values),
             )
     return output
 
@@ -129,8 +139,10 @@ def _weigh_parts_kernel(
     part_size: tl.constexpr,
     group_size: tl.constexpr,
     tile_size: tl.constexpr,
+    overlaps: tl.constexpr,
 ) -> None:
     """Draws a group of one part; leaves what `Parts` says, and the maxima of tiles if asked for."""
+    wait_for_previous(overlaps)
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     first_column = part * part_size - before
@@ -160,7 +172,9 @@ def _draw_kernel(
     packs_score: tl.constexpr,
     group_size: tl.constexpr,
     block_parts: tl.constexpr,
+    overlaps: tl.constexpr,
 ) -> None:
+    wait_for_previous(overlaps)
     row = tl.program_id(0).to(tl.int64)
     score, column = draw_from_best_group(
         logits, draw, parts, row, first_token, group_size, block_parts
