@@ -93,7 +93,7 @@ def _run_rank(rank: int, size: int, port: int, folder: str) -> None:
         result["us"][rows] = times
     if rank == 0:
         (Path(folder) / "result.json").write_text(json.dumps(result))
-    group.abort()
+    group.abort(None)
 
 
 def _time(run: Callable[[], Any]) -> float:
