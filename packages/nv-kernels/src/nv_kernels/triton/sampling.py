@@ -148,18 +148,20 @@ def _weigh_parts_kernel(
     first_column = part * part_size - before
     column = first_column + tl.arange(0, part_size)
     value = load_logits(logits, row, column, (column >= 0) & (column < logits.vocab_size))
+    place = row * parts.num_parts + part
+    if tile_maxima_ptr is not None:
+        # First, so that the logits need not be kept in registers until the end.
+        num_tiles: tl.constexpr = part_size // tile_size
+        highest = tl.max(tl.reshape(value, (num_tiles, tile_size)), axis=1)
+        tl.store(tile_maxima_ptr + place * num_tiles + tl.arange(0, num_tiles), highest)
     best, mass, score, group = best_group(
         draw, row, value, first_column, first_token, part_size, group_size
     )
-    place = row * parts.num_parts + part
     tl.store(parts.scores + place, score)
     tl.store(parts.groups + place, group)
     if tile_maxima_ptr is not None:
         tl.store(parts.maxima + place, best)
         tl.store(parts.masses + place, mass)
-        num_tiles: tl.constexpr = part_size // tile_size
-        highest = tl.max(tl.reshape(value, (num_tiles, tile_size)), axis=1)
-        tl.store(tile_maxima_ptr + place * num_tiles + tl.arange(0, num_tiles), highest)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
