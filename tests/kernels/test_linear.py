@@ -42,6 +42,31 @@ def test_shapes(target: Target, num_rows: int, out_features: int, in_features: i
     assert_same_bits(weight, before[1])
 
 
+@pytest.mark.parametrize("target", targets(gpu_backends=("triton",)))
+@pytest.mark.parametrize("sizes", [(4, 2048, 4), (8, 4096, 8), (2, 64, 1)])
+@pytest.mark.parametrize("in_features", [4096, 4100])
+def test_tiles_of_one_row(target: Target, sizes: tuple[int, int, int], in_features: int) -> None:
+    if target.backend == "torch":
+        pytest.skip("PyTorch has no tiles")
+    kernels = pytest.importorskip("nv_kernels.triton.linear")
+    x = random_tensor(14, 1, in_features, target=target)
+    weight = random_tensor(15, 11, in_features, target=target)
+    actual = kernels.multiply_row(x, weight, None, tile=kernels.RowTile(*sizes))
+    assert_product(actual, x, weight, None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("in_features", [1024, 2560, 4096, 5120])
+def test_one_row_of_a_real_vocabulary(in_features: int) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    target = Target("triton", "cuda", torch.bfloat16)
+    x = random_tensor(16, 1, in_features, target=target)
+    weight = torch.randn(151936, in_features, device="cuda", dtype=torch.bfloat16)
+    some = slice(None, None, 97)
+    assert_product(linear(x, weight, backend="triton")[:, some], x, weight[some], None)
+
+
 @pytest.mark.parametrize("target", targets())
 def test_strided_rows(target: Target) -> None:
     wide = random_tensor(4, 6, 100, target=target)

@@ -79,7 +79,7 @@ def choose_row_tile(out_features: int, in_features: int) -> RowTile:
         else:
             tile = RowTile(4, 512, 4) if out_features <= 16384 else RowTile(4, 1024, 1)
     elif out_features > 65536:
-        tile = RowTile(8, 4096, 8)
+        tile = RowTile(8, 4096, 8) if in_features < 4096 else RowTile(4, 2048, 4)
     else:
         tile = RowTile(4, 512, 4 if out_features <= 4096 else 1)
     return tile._replace(block_k=min(tile.block_k, triton.next_power_of_2(in_features)))
