@@ -10,7 +10,8 @@ Five measurements, each against the limit that the project set itself:
 
 Times are CPU times of this process, the median of many short repetitions; `best` is the shortest of
 them. On a machine that others use too the median includes what they take from the caches, and
-`best` comes near to what a step costs alone.
+`best` comes near to what a step costs alone. The mean holds what the median hides: the passes of
+Python's garbage collector, and lists and dicts that grow.
 
     python benchmarks/core/bench_scheduler.py
     python benchmarks/core/bench_scheduler.py --only decode --num-seqs 32 256 4096 --json out.json
@@ -47,6 +48,7 @@ class Result:
         name: What was measured.
         unit: Unit of the numbers.
         median: Median of the repetitions.
+        mean: Their mean.
         best: The shortest repetition.
         limit: What the median should not exceed; None where nothing was promised.
     """
@@ -54,17 +56,20 @@ class Result:
     name: str
     unit: str
     median: float
+    mean: float
     best: float
     limit: float | None
 
     def __str__(self) -> str:
         limit = "" if self.limit is None else f"  limit {self.limit:g}"
-        return f"{self.name:<44}{self.median:9.1f} {self.unit:<10} best {self.best:9.1f}{limit}"
+        others = f"mean {self.mean:9.1f}  best {self.best:9.1f}{limit}"
+        return f"{self.name:<44}{self.median:9.1f} {self.unit:<10} {others}"
 
 
 def result(name: str, unit: str, samples: list[float], limit: float | None) -> Result:
     """Sums up repetitions."""
-    return Result(name, unit, statistics.median(samples), min(samples), limit)
+    mean = statistics.fmean(samples)
+    return Result(name, unit, statistics.median(samples), mean, min(samples), limit)
 
 
 def decode(num_seqs: int, *, depth: int, num_steps: int, policy: str) -> Result:
