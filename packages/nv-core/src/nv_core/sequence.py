@@ -90,8 +90,8 @@ class Curtain:
 class _Progress:
     """What every step touches of a sequence.
 
-    A class of its own keeps these fields side by side in memory: with thousands of sequences,
-    fetching them is what a step waits for.
+    The fields of a class of its own lie side by side in memory. A step over thousands of sequences
+    waits for memory more than for anything else.
     """
 
     __slots__ = (
@@ -99,13 +99,11 @@ class _Progress:
         "_decodes_until",
         "_step",
         "block_table",
-        "finish_reason",
         "num_computed_tokens",
         "num_pending_tokens",
         "seq_id",
         "stop_token_ids",
         "token_ids",
-        "wait_reason",
     )
 
 
@@ -164,6 +162,7 @@ class Sequence(_Progress):
         "cache_salt",
         "deadline",
         "drop_reason",
+        "finish_reason",
         "keys",
         "num_cached_tokens",
         "num_preemptions",
@@ -176,6 +175,7 @@ class Sequence(_Progress):
         "status",
         "stop_reason",
         "user",
+        "wait_reason",
     )
 
     def __init__(
@@ -252,11 +252,12 @@ class Sequence(_Progress):
         self._hits_counted = False
         # Whether blocks that it fills in this residence may enter the prefix cache.
         self._publishes = False
-        # Below that many computed tokens a decode needs no block and does not compute the last
-        # token; 0 while the sequence does not decode.
+        # Two bounds that spare most steps all other questions. As long as fewer tokens are
+        # computed, a decode needs no block, is not the last, and no refusal is to be forgotten; 0
+        # while it does not decode.
         self._decodes_until = 0
-        # Below that many known tokens one that stops nothing is just appended: it fills no block
-        # that is to be published, and is not the last; 0 once the sequence has ended.
+        # As long as fewer tokens are known, one more fills no block that is to be published and is
+        # not the last; 0 once it has ended.
         self._appends_until = 0
         # The last step that granted it tokens or preempted it, and the last that refused it.
         self._step = -1
@@ -269,7 +270,7 @@ class Sequence(_Progress):
         )
 
     def _publish_from(self, num_tokens: int) -> None:
-        """Notes how long it must be before there is another block to publish."""
+        """Notes how many known tokens there must be before there is another block to publish."""
         self._appends_until = min(num_tokens, self._max_total_tokens - 1)
 
     @property

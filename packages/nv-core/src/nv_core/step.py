@@ -432,9 +432,11 @@ class Step:
                 return [seq, *remaining]
 
     def _take_decodes(self, sequences: Iterator[Sequence]) -> Sequence | None:
-        """Grants decoding sequences their token; returns the first that needs more than that.
+        """Grants decoding sequences their token, in as few operations as we found.
 
-        What is not looked at any more stays in the iterator.
+        Returns:
+            The first sequence for which this is not all that there is to do, such as one with a
+            prompt left; None at the end. Those behind it stay in the iterator.
         """
         step_id, granted = self.step_id, self._granted
         note_grant = granted.append
@@ -629,7 +631,7 @@ class Step:
         return count
 
     def _grow(self, seq: Sequence) -> bool:
-        """Gives a sequence a block, if nothing else keeps it from decoding in this step."""
+        """Gives a decoding sequence a block, if that is all it lacks and one is free."""
         blocks, last = self._blocks, seq._max_total_tokens - 1
         is_full = 0 < seq._decodes_until <= seq.num_computed_tokens < last
         if not is_full or seq._step == self.step_id or not blocks.num_free_blocks:
@@ -650,7 +652,7 @@ class Step:
 
     def _refuse(self, seq: Sequence, reason: WaitReason) -> int:
         seq.wait_reason = reason
-        # Its next grant clears the reason, which the short way does not.
+        # The next grant has to clear the reason, and so must not be made by `_take_decodes`.
         seq._decodes_until = 0
         seq._refused_in_step = self.step_id
         self._refused[seq.seq_id] = seq
