@@ -7,11 +7,20 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
 
 from nv_core.errors import ConfigError
-from nv_models import ModelConfig, RopeConfig, UnsupportedModelError, WeightError, open_checkpoint
+from nv_models import (
+    ModelConfig,
+    RopeConfig,
+    UnsupportedModelError,
+    WeightError,
+    gguf_checkpoint,
+    open_checkpoint,
+)
 from paged_runner import PagedRunner, PagedSequence, load_paged_model
 from tiny_checkpoints import (
     SPECIAL_TOKENS,
@@ -279,3 +288,19 @@ def test_real_tokenizer(smollm2: Path) -> None:
     assert data.merges[0] == "Ġ t"
     assert data.chat_template is not None
     assert "SmolLM" in data.chat_template
+
+
+def test_metadata_is_cut_from_mapped_memory_in_plain_pieces(tmp_path: Path) -> None:
+    """A vocabulary is so many pieces that NumPy's own class for mapped memory is slow to cut."""
+    spec = TinySpec(family="qwen3", vocab_size=TOKENIZER_VOCAB_SIZE)
+    checkpoint = write_checkpoint(tmp_path / "model", spec, tokenizer=True)
+    path = write_gguf(tmp_path / "model.gguf", checkpoint, tokenizer=True)
+    ours, theirs = gguf_checkpoint._Reader(path), gguf.GGUFReader(path)
+    assert isinstance(ours.data.base, np.memmap)
+    assert list(ours.fields) == list(theirs.fields)
+    for mine, their in zip(ours.fields.values(), theirs.fields.values(), strict=True):
+        assert all(type(part) is np.ndarray for part in mine.parts)
+        assert [part.tolist() for part in mine.parts] == [part.tolist() for part in their.parts]
+    for mine_tensor, their_tensor in zip(ours.tensors, theirs.tensors, strict=True):
+        assert mine_tensor.name == their_tensor.name
+        assert np.array_equal(mine_tensor.data, their_tensor.data, equal_nan=True)

@@ -202,9 +202,27 @@ def _interleaved_rows(rows: npt.NDArray[np.int64], head_dim: int) -> npt.NDArray
     return interleaved
 
 
+class _Reader(GGUFReader):
+    """The reader of the `gguf` package, three times as fast.
+
+    It cuts hundreds of thousands of small pieces, the vocabulary, from a mapped file. Each is an
+    object of NumPy's class for mapped memory, which is slow to make; a plain view of the same
+    memory cuts plain pieces.
+    """
+
+    @property  # type: ignore[override]  # a plain array instead of its subclass
+    def data(self) -> npt.NDArray[np.uint8]:
+        """The mapped file."""
+        return self._data
+
+    @data.setter
+    def data(self, mapped: npt.NDArray[np.uint8]) -> None:
+        self._data = mapped.view(np.ndarray)
+
+
 def _open_reader(path: Path) -> GGUFReader:
     try:
-        reader = GGUFReader(path)
+        reader = _Reader(path)
     except (ValueError, KeyError, IndexError, OverflowError, TypeError, OSError) as error:
         # The package checks little: damage shows as whatever its arithmetic runs into.
         raise WeightError(
