@@ -145,30 +145,35 @@ def test_float32_tokens_equal_those_of_transformers(name: str, tmp_path: Path) -
                 assert [list(o.outputs[0].token_ids) for o in outputs] == expected
 
 
-def test_graphs_captured_ahead_take_the_memory_that_is_kept_for_them() -> None:
+def test_graphs_captured_in_ascending_order_take_the_memory_that_is_kept_for_them() -> None:
     with materialised("qwen3-0.6b") as (path, needed):
-        config = open_checkpoint(path).config
         kept = estimate_step_memory(
-            config,
+            open_checkpoint(path).config,
             dtype=torch.bfloat16,
             device=torch.device("cuda"),
             max_num_tokens=8192,
             max_num_seqs=256,
             use_graphs=True,
-        ).graph_bytes
+        )
         settings: dict[str, Any] = {"max_model_len": 2048, "show_progress": False, **needed}
         with LLM(path, gpu_memory_utilization=0.5, **settings) as llm:
-            greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-            prompts = [[i, 7, 9] for i in range(50)]
-            expected = [o.outputs[0].token_ids for o in llm.generate(prompts, greedy)]
+
+            def run() -> list[list[int]]:
+                params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+                prompts = [[i, 7, 9] for i in range(50)]
+                return [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params)]
+
+            free_before, _ = torch.cuda.mem_get_info()
+            run()
+            # Replays the graphs of both kinds that the first run has captured or asked for.
+            expected = run()
+            assert llm.capture_graphs(use_tqdm=False) == len(batch_buckets(256)) - 1
             torch.cuda.synchronize()
-            before, _ = torch.cuda.mem_get_info()
-            num_captured = llm.capture_graphs(use_tqdm=False)
-            assert num_captured == len(batch_buckets(256)) - 1
-            torch.cuda.synchronize()
-            after, _ = torch.cuda.mem_get_info()
-            assert before - after < kept
-            assert [o.outputs[0].token_ids for o in llm.generate(prompts, greedy)] == expected
+            free_after, _ = torch.cuda.mem_get_info()
+            # Libraries and kernels come with the first run. A pool that grew from graph to graph
+            # would take 1.2 GiB for the decode steps alone.
+            assert free_before - free_after < kept.graph_bytes + kept.workspace_bytes
+            assert run() == expected
             assert llm.capture_graphs(use_tqdm=False) == 0
 
 
