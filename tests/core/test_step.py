@@ -192,6 +192,30 @@ def test_order_of_the_batch_is_the_order_of_the_grants() -> None:
     assert [entry.seq_id for entry in plan.sequences] == order
 
 
+def test_grants_are_what_the_step_runs_so_far() -> None:
+    world = World()
+    decoding, second, third = (world.add(2, first=10 * i) for i in range(3))
+    world.run(lambda step: step.take(decoding))
+    seen: list[list[tuple[object, ...]]] = []
+
+    def action(step: Step) -> None:
+        snapshots = []
+        for act in (
+            lambda: step.take_all([decoding]),
+            lambda: step.take(second, 1),
+            lambda: step.preempt(decoding),
+            lambda: step.take(third),
+        ):
+            act()
+            snapshots.append(step.grants)
+        seen.extend([tuple(entry)[1:5] for entry in grants] for grants in snapshots)
+
+    plan = world.run(action)
+    one, two, three = (0, 2, 1, True), (1, 0, 1, False), (2, 0, 2, True)
+    assert seen == [[one], [one, two], [two], [two, three]], "none changes when another is made"
+    assert [tuple(entry)[1:5] for entry in plan.sequences] == [two, three]
+
+
 def test_running_ahead_waits_for_nothing_but_the_last_token() -> None:
     world = World()
     seq = world.scheduler.add([1, 2, 3], SamplingParams(max_tokens=2))

@@ -11,12 +11,13 @@ cannot corrupt.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
 from itertools import compress, islice
 from operator import index
 
 from nv_core.block_manager import BlockManager, CachedPrefix
 from nv_core.errors import SchedulingError
-from nv_core.plan import ScheduledBatch, ScheduledSequence, StepPlan
+from nv_core.plan import ScheduledBatch, StepPlan
 from nv_core.prefix_cache_stats import PrefixCacheStats
 from nv_core.sequence import NEVER, FinishReason, Sequence, SequenceStatus, WaitReason
 
@@ -284,9 +285,15 @@ class Step:
         return len(self._granted) > len(self._taken_back)
 
     @property
-    def grants(self) -> Collection[ScheduledSequence]:
-        """What the step runs so far, in order."""
-        return tuple(self._batch())
+    def grants(self) -> ScheduledBatch:
+        """What the step runs so far, in order (a copy)."""
+        batch = self._batch()
+        return replace(
+            batch,
+            sequences=list(batch.sequences),
+            num_computed_tokens=list(batch.num_computed_tokens),
+            num_pending_tokens=list(batch.num_pending_tokens),
+        )
 
     @property
     def dropped(self) -> Collection[Sequence]:

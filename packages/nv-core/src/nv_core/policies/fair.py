@@ -46,11 +46,13 @@ class Fair(Mixed):
         """Plans one step and charges it to the users."""
         self._meet_users(step)
         super().schedule(step)
-        for grant in step.grants:
-            seq = grant.sequence
-            is_output = grant.num_computed_tokens >= seq.num_prompt_tokens
+        grants = step.grants
+        for seq, first, count in zip(
+            grants.sequences, grants.num_computed_tokens, grants.num_scheduled_tokens, strict=True
+        ):
+            is_output = first >= seq.num_prompt_tokens
             weight = self.output_weight if is_output else 1
-            self.served[seq.user] += weight * grant.num_scheduled_tokens
+            self.served[seq.user] += weight * count
 
     def _meet_users(self, step: Step) -> None:
         """Lifts the counters of newcomers, and forgets those that say nothing any more."""
