@@ -6,12 +6,14 @@ Examples:
     python benchmarks/kernels/bench_attention.py --device cpu --dtype float32 --cases small --check
 
 A case "decode BxC" is B sequences of one query token and C cached tokens; "prefill BxC" is B
-prompts of C tokens; "16/8" are query heads and key heads, of 128 dimensions. "decode ragged" is the
-300th decode step of 256 requests whose prompts and outputs have random lengths of 100 to 1024.
+prompts of C tokens; "16/8" are query heads and key heads, of 128 dimensions; "fp8" is a KV cache of
+e4m3 with scales. "decode ragged" is the 300th decode step of 256 requests whose prompts and outputs
+have random lengths of 100 to 1024.
 
 On CUDA a time is the median over replays of a graph of calls, divided by their number. The calls
 take turns among caches that together are far larger than the L2 cache, so every key comes from
-memory. The error is |result - expected| / |expected| against fp64, over a few sequences. The floor
+memory. The error is |result - expected| / |expected| against fp64, over a few sequences; what is
+expected of an fp8 cache is computed from what it holds. The floor
 is the time to read keys and values once, or to do the multiplications, at the given peak rates
 (those of an H200).
 """
@@ -44,6 +46,8 @@ if TYPE_CHECKING:
 
 HEAD_DIM = 128
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+FP8 = torch.float8_e4m3fn
+FP8_SCALES = (0.5, 2.0)
 ROTATION_BYTES = 1 << 30
 FLASH_ATTN_BLOCK_SIZE = 256
 
@@ -57,6 +61,8 @@ class Case:
     context_lens: Sequence[int]
     num_heads: int
     num_kv_heads: int = 8
+    is_fp8: bool = False
+    """Whether the cache is fp8."""
     must_us: float | None = None
     """The time not to be exceeded."""
     aim_us: float | None = None
@@ -67,8 +73,13 @@ class Case:
         """Whether memory, not arithmetic, is the limit."""
         return max(self.query_lens) == 1
 
-    def kv_bytes(self, itemsize: int) -> int:
-        """Bytes of keys and values that must be read."""
+    def cache_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Dtype of the cache for queries of a dtype."""
+        return FP8 if self.is_fp8 else dtype
+
+    def kv_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of keys and values that queries of a dtype must read."""
+        itemsize = self.cache_dtype(dtype).itemsize
         return 2 * sum(self.context_lens) * self.num_kv_heads * HEAD_DIM * itemsize
 
     def flops(self) -> float:
@@ -83,9 +94,18 @@ class Case:
 def make_cases() -> list[Case]:
     """Lists the cases in the order of the report."""
 
-    def decode(num_seqs: int, context_len: int, num_heads: int, must: float, aim: float) -> Case:
+    def decode(
+        num_seqs: int,
+        context_len: int,
+        num_heads: int,
+        must: float | None,
+        aim: float | None,
+        *,
+        is_fp8: bool = False,
+    ) -> Case:
         return Case(
-            name=f"decode {num_seqs}x{context_len} {num_heads}/8",
+            name=f"decode {num_seqs}x{context_len} {num_heads}/8{' fp8' * is_fp8}",
+            is_fp8=is_fp8,
             query_lens=[1] * num_seqs,
             context_lens=[context_len] * num_seqs,
             num_heads=num_heads,
@@ -122,8 +142,19 @@ def make_cases() -> list[Case]:
             must_us=ragged_bytes / 3.9e6,
             aim_us=ragged_bytes / 4.2e6,
         ),
+        decode(256, 843, 16, 140, 110, is_fp8=True),
+        decode(64, 4096, 32, None, None, is_fp8=True),
+        decode(32, 843, 16, None, None, is_fp8=True),
+        decode(1, 8192, 16, None, None, is_fp8=True),
         prefill(16, 1024, 16, 300, 389),
         prefill(4, 4096, 32, 400, 576),
+        Case(
+            name="prefill 16x1024 16/8 fp8",
+            query_lens=[1024] * 16,
+            context_lens=[1024] * 16,
+            num_heads=16,
+            is_fp8=True,
+        ),
         Case(
             name="mixed 200x843 + 2x2048 16/8",
             query_lens=[1] * 200 + [2048] * 2,
@@ -174,6 +205,7 @@ def main() -> int:
             settings: dict[str, Any] = {
                 "device": device,
                 "dtype": dtype,
+                "cache_dtype": case.cache_dtype(dtype),
                 "head_dim": HEAD_DIM,
                 "num_heads": case.num_heads,
                 "num_kv_heads": case.num_kv_heads,
@@ -191,7 +223,7 @@ def main() -> int:
                 error = relative_error(step(0), problem, case)
                 all_good &= error <= tolerance(dtype)
             micros = median_us(step, len(problem.caches), device, options.repeats)
-            rows.append(report(case, name, micros, error, options, dtype.itemsize))
+            rows.append(report(case, name, micros, error, options, dtype))
             write(rows[-1])
             del problem, step
     write("")
@@ -213,13 +245,13 @@ def report(
     micros: float,
     error: float | None,
     options: argparse.Namespace,
-    itemsize: int,
+    dtype: torch.dtype,
 ) -> str:
     """Puts one measurement into a line under `HEADER`."""
-    read_us = case.kv_bytes(itemsize) / options.peak_tb_per_s / 1e6
+    read_us = case.kv_bytes(dtype) / options.peak_tb_per_s / 1e6
     compute_us = case.flops() / options.peak_tflop_per_s / 1e6
     if case.is_decode:
-        rate = f"{case.kv_bytes(itemsize) / micros / 1e6:.2f} TB/s"
+        rate = f"{case.kv_bytes(dtype) / micros / 1e6:.2f} TB/s"
     else:
         rate = f"{case.flops() / micros / 1e6:.0f} TFLOP/s"
     verdict = ""
@@ -266,6 +298,7 @@ def make_problem(
     case: Case, *, block_size: int, device: torch.device, dtype: torch.dtype
 ) -> Problem:
     """Makes random queries and caches; the blocks of a sequence lie in shuffled order."""
+    cache_dtype = case.cache_dtype(dtype)
     counts = [-(-context_len // block_size) for context_len in case.context_lens]
     ends = list(accumulate(counts))
     generator = torch.Generator().manual_seed(0)
@@ -281,11 +314,16 @@ def make_problem(
     shape = (2, ends[-1], case.num_kv_heads, block_size, HEAD_DIM)
     num_caches = 1
     if device.type == "cuda":
-        num_caches = -(-ROTATION_BYTES // (math.prod(shape) * dtype.itemsize))
+        num_caches = -(-ROTATION_BYTES // (math.prod(shape) * cache_dtype.itemsize))
     torch.manual_seed(0)
-    pool = torch.empty(num_caches, *shape, device=device, dtype=dtype).normal_()
+    pool = torch.empty(num_caches, *shape, device=device, dtype=cache_dtype)
+    for layer in pool:
+        layer.copy_(torch.randn(shape, device=device, dtype=dtype))
     query = torch.randn(metadata.num_tokens, case.num_heads, HEAD_DIM, device=device, dtype=dtype)
-    caches = [LayerKVCache(*(half.transpose(1, 2) for half in layer)) for layer in pool]
+    scales = FP8_SCALES if case.is_fp8 else (1.0, 1.0)
+    caches = [
+        LayerKVCache(key.transpose(1, 2), value.transpose(1, 2), *scales) for key, value in pool
+    ]
     return Problem(query=query, caches=caches, metadata=metadata)
 
 
@@ -305,18 +343,26 @@ def relative_error(actual: Tensor, problem: Problem, case: Case) -> float:
         rows, length = slice(starts[seq], starts[seq + 1]), case.context_lens[seq]
         num_queries = case.query_lens[seq]
         blocks = problem.metadata.block_table[seq].clamp(min=0)
-        keys, values = (half[blocks].flatten(0, 1)[:length] for half in problem.caches[0])
+        keys, values = dequantised(problem.caches[0], blocks, length)
         visible = torch.ones(num_queries, length, dtype=torch.bool, device=actual.device)
         visible = visible.tril(length - num_queries)
         for head in range(case.num_heads):
             kv_head = head // group
-            scores = problem.query[rows, head].double() @ keys[:, kv_head].double().T
+            scores = problem.query[rows, head].double() @ keys[:, kv_head].T
             weights = (scores * HEAD_DIM**-0.5).masked_fill(~visible, -math.inf).softmax(dim=-1)
-            expected = weights @ values[:, kv_head].double()
+            expected = weights @ values[:, kv_head]
             difference = actual[rows, head].double() - expected
             error = float(difference.norm() / expected.norm())
             worst = max(worst, error if math.isfinite(error) else math.inf)
     return worst
+
+
+def dequantised(cache: LayerKVCache, blocks: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of one sequence in fp64, [length, num_kv_heads, head_dim] each."""
+    key, value, k_scale, v_scale = cache
+    wide = (torch.stack([half[int(block)].double() for block in blocks]) for half in (key, value))
+    keys, values = (half.flatten(0, 1)[:length] for half in wide)
+    return keys * k_scale, values * v_scale
 
 
 def tolerance(dtype: torch.dtype) -> float:

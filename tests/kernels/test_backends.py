@@ -91,7 +91,7 @@ def test_import_needs_neither_triton_nor_flash_attn() -> None:
         "cache = nk.LayerKVCache(torch.zeros(2, 4, 2, 8), torch.zeros(2, 4, 2, 8))\n"
         "nk.rms_norm(x, weight, eps=1e-6); nk.add_rms_norm(x, x, weight, eps=1e-6)\n"
         "nk.silu_and_mul(x); nk.rotary_embedding(x, x, torch.arange(3), torch.ones(4, 8))\n"
-        "nk.store_kv(x, x, *cache, metadata.slot_mapping)\n"
+        "nk.store_kv(x, x, cache.key, cache.value, metadata.slot_mapping)\n"
         "assert nk.paged_attention(x, cache, metadata, scale=1.0).eq(1).all()\n"
         "try: nk.rms_norm(x, weight, eps=1e-6, backend='triton')\n"
         "except nk.KernelInputError as error: print(error)\n"
@@ -173,6 +173,7 @@ def test_limits_of_triton(change: dict[str, Any], reason: str | None) -> None:
         ({}, None),
         ({"device": torch.device("cpu")}, "needs a CUDA device, not cpu"),
         ({"dtype": torch.float32}, "float16 and bfloat16, not torch.float32"),
+        ({"cache_dtype": torch.float8_e4m3fn}, "reads no cache of torch.float8_e4m3fn, only of"),
         ({"head_dim": 264}, "head_dim up to 256, not 264"),
         ({"block_size": 128}, "multiple of 256, not 128"),
         ({"capability": (7, 5)}, r"compute capability 8.0 or higher, and this device has (7, 5)"),
@@ -190,7 +191,9 @@ def test_limits_of_flash_attn(
     shape.update({name: value for name, value in change.items() if name != "capability"})
     monkeypatch.setattr(flash_attn_backend, "_import_error", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    actual = flash_attn_backend.unavailable_reason(AttentionShape(**shape))
+    actual = flash_attn_backend.unavailable_reason(
+        AttentionShape(**{"cache_dtype": shape["dtype"], **shape})
+    )
     assert actual is None if reason is None else actual is not None and reason in actual
 
 

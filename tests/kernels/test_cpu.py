@@ -35,7 +35,7 @@ def make_problem(
     for length, table in zip(lengths, tables, strict=True):
         for position in range(length):
             place = table[position // BLOCK_SIZE], position % BLOCK_SIZE
-            for half in cache:
+            for half in cache[:2]:
                 half[place] = torch.randn(NUM_KV_HEADS, HEAD_DIM, generator=generator).to(dtype)
     query_lens = [int(length > 0) for length in lengths]
     metadata = AttentionMetadata.from_lists(query_lens, lengths, tables, block_size=BLOCK_SIZE)

@@ -65,6 +65,7 @@ def test_every_launch_compiles_for_hopper(tmp_path: Path) -> None:
         "_add_rms_norm_kernel",
         "_all_reduce_add_rms_norm_kernel",
         "_rotate_and_store_kernel",
+        "_store_kv_kernel",
         "_silu_and_mul_kernel",
         "_row_kernel",
         "_rows_kernel",

@@ -29,6 +29,8 @@ from nv_kernels import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+FP8 = torch.float8_e4m3fn
+
 # Its conversion of the bound to an int fails with NumPy from 2.4 on; Triton 3.7 mended it.
 NO_LOOPS_IN_INTERPRETER = HAS_TRITON and version("triton").startswith("3.6.")
 
@@ -83,17 +85,20 @@ class Problem:
         head_dim: int,
         layouts: tuple[str, str] = ("contiguous", "contiguous"),
         seed: int = 0,
+        scales: tuple[float, float] | None = None,
     ) -> Problem:
+        """Makes the tensors; with scales, for keys and values, the cache is fp8."""
+        cached = target if scales is None else dataclasses.replace(target, dtype=FP8)
         width = num_heads + 2 * num_kv_heads
         qkv = random_tensor(seed, batch.num_tokens, width, head_dim, target=target)
         key, value = (
-            make_cache(batch, num_kv_heads, head_dim, layout, seed=seed + start, target=target)
+            make_cache(batch, num_kv_heads, head_dim, layout, seed=seed + start, target=cached)
             for start, layout in zip((1000, 2000), layouts, strict=True)
         )
         return cls(
             batch=batch,
             query=qkv[:, :num_heads],
-            kv_cache=LayerKVCache(key, value),
+            kv_cache=LayerKVCache(key, value, *(scales or ())),
             metadata=metadata_of(batch, target.device),
             scale=head_dim**-0.5,
         )
@@ -105,6 +110,7 @@ class Problem:
         reason = available_attention_backends(
             device=self.query.device,
             dtype=self.query.dtype,
+            cache_dtype=self.kv_cache.key.dtype,
             head_dim=head_dim,
             num_heads=self.query.shape[1],
             num_kv_heads=num_kv_heads,
@@ -125,12 +131,20 @@ class Problem:
             raise
 
     def check(self, backend: str) -> None:
-        before = [tensor.clone() for tensor in (self.query, *self.kv_cache)]
+        tensors = (self.query, self.kv_cache.key, self.kv_cache.value)
+        before = [tensor.clone() for tensor in tensors]
         actual = self.run(backend)
         assert actual.shape == self.query.shape
         assert actual.dtype == self.query.dtype
         assert actual.is_contiguous()
-        expected = attention_oracle(self.query, *self.kv_cache, self.batch, self.scale)
-        assert_close(actual, expected, rtol=0, atol=ATOL[self.query.dtype])
-        for tensor, copy in zip((self.query, *self.kv_cache), before, strict=True):
+        atol = ATOL[self.query.dtype] * self.kv_cache.v_scale
+        assert_close(actual, self.expected(), rtol=0, atol=atol)
+        for tensor, copy in zip(tensors, before, strict=True):
             assert_same_bits(tensor, copy)
+
+    def expected(self) -> Tensor:
+        """The formula in fp64, on what the cache stands for."""
+        key, value, k_scale, v_scale = self.kv_cache
+        return attention_oracle(
+            self.query, key.double() * k_scale, value.double() * v_scale, self.batch, self.scale
+        )

@@ -33,6 +33,7 @@ from nv_kernels.triton import (
     rotate_and_store,
     sampling,
     silu_and_mul,
+    store_kv,
 )
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -69,23 +70,48 @@ def compile_launches() -> None:
     JITFunction.run = compile_launch
 
 
-def attend(query_lens: list[int], context_lens: list[int], head_dim: int, block_size: int) -> None:
+def attend(
+    query_lens: list[int],
+    context_lens: list[int],
+    head_dim: int,
+    block_size: int,
+    cache_dtype: torch.dtype = torch.bfloat16,
+) -> None:
     width = -(-max(context_lens) // block_size)
     tables = [[seq * width + block for block in range(width)] for seq in range(len(query_lens))]
     metadata = AttentionMetadata.from_lists(query_lens, context_lens, tables, block_size=block_size)
     num_blocks = len(query_lens) * width
-    cache = torch.zeros(2, num_blocks, 2, block_size, head_dim, dtype=torch.bfloat16)
+    cache = torch.zeros(2, num_blocks, 2, block_size, head_dim, dtype=cache_dtype)
     query = torch.zeros(sum(query_lens), 4, head_dim, dtype=torch.bfloat16)
-    kv_cache = LayerKVCache(*(half.transpose(1, 2) for half in cache))
+    kv_cache = LayerKVCache(cache[0].transpose(1, 2), cache[1].transpose(1, 2))
     attention.paged_attention(query, kv_cache, metadata, scale=0.1)
+
+
+def store(num_tokens: int, cache_dtype: torch.dtype) -> None:
+    qkv = torch.zeros(num_tokens, 8, 128, dtype=torch.bfloat16)
+    positions = torch.zeros(num_tokens, dtype=torch.int32)
+    key_cache, value_cache = torch.zeros(2, 4, 16, 2, 128, dtype=cache_dtype)
+    rotate_and_store.rotate_and_store(
+        qkv,
+        positions,
+        torch.zeros(64, 128),
+        key_cache,
+        value_cache,
+        positions,
+        query_weight=qkv[0, 0],
+        key_weight=qkv[0, 1],
+        eps=1e-6,
+        k_scale=1.0,
+        v_scale=1.0,
+    )
+    key, value = qkv[:, :2], qkv[:, 2:4]
+    store_kv.store_kv(key, value, key_cache, value_cache, positions, k_scale=1.0, v_scale=1.0)
 
 
 def run_layer(num_tokens: int) -> None:
     def rows(*shape: int) -> torch.Tensor:
         return torch.zeros(*shape, dtype=torch.bfloat16)
 
-    positions = torch.zeros(num_tokens, dtype=torch.int32)
-    key_cache, value_cache = rows(2, 4, 16, 2, 128)
     rms_norm.rms_norm(rows(num_tokens, 256), rows(256), eps=1e-6)
     all_reduce.all_reduce_add_rms_norm(
         rows(num_tokens, 256),
@@ -99,17 +125,6 @@ def run_layer(num_tokens: int) -> None:
         num_ranks=4,
     )
     rms_norm.add_rms_norm(rows(num_tokens, 256), rows(num_tokens, 256), rows(256), eps=1e-6)
-    rotate_and_store.rotate_and_store(
-        rows(num_tokens, 8, 128),
-        positions,
-        torch.zeros(64, 128),
-        key_cache,
-        value_cache,
-        positions,
-        query_weight=rows(128),
-        key_weight=rows(128),
-        eps=1e-6,
-    )
     silu_and_mul.silu_and_mul(rows(num_tokens, 512))
     columns = StateColumns(token=0, length=1, is_active=3, first_block=12)
     state, batch = torch.zeros(9, 20, dtype=torch.int32), torch.zeros(num_tokens, dtype=torch.int32)
@@ -157,10 +172,12 @@ def main() -> None:
         serve_batches()
         return
     run_layer(3)
+    for cache_dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        store(3, cache_dtype)
+        attend([1], [300], 128, 64, cache_dtype)  # split, combine
+        attend([1, 1, 1, 9], [300, 5, 1, 9], 80, 16, cache_dtype)  # direct, prompts
     for vocab_size in (131, 4500, 151936):
         sample(2, vocab_size)
-    attend([1], [300], 128, 64)  # split, combine
-    attend([1, 1, 1, 9], [300, 5, 1, 9], 80, 16)  # direct, prompts
 
 
 if __name__ == "__main__":

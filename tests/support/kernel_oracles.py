@@ -73,7 +73,7 @@ def random_tensor(seed: int, *shape: int, target: Target, scale: float = 1.0) ->
 
 def bits(tensor: Tensor) -> Tensor:
     """Views the memory as integers, in which NaN equals NaN and -0 differs from 0."""
-    size = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    size = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     return tensor.contiguous().view(size)
 
 

@@ -24,11 +24,16 @@ class LayerKVCache(NamedTuple):
     """The paged keys and values of one layer.
 
     Both tensors are [num_blocks, block_size, num_kv_heads, head_dim] with any strides, as long as
-    the last dimension is contiguous; two views of one allocation are fine.
+    the last dimension is contiguous; two views of one allocation are fine. Their dtype is that of
+    queries, or float8_e4m3fn (see `kv_quantisation.py`); values of the latter need even strides.
     """
 
     key: Tensor
     value: Tensor
+    k_scale: float = 1.0
+    """What a cached key is to be multiplied by; 1.0 unless the cache is fp8."""
+    v_scale: float = 1.0
+    """What a cached value is to be multiplied by; 1.0 unless the cache is fp8."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

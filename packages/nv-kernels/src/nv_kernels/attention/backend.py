@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from nv_kernels.errors import KernelInputError
+from nv_kernels.kv_quantisation import FP8, read_dtypes
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +42,9 @@ class AttentionShape:
     device: torch.device
     """Where query and cache will be."""
     dtype: torch.dtype
-    """Of query and cache."""
+    """Of the query."""
+    cache_dtype: torch.dtype
+    """Of the cache: that of the query, or float8_e4m3fn."""
     head_dim: int
     """Elements per head; a multiple of 8."""
     num_heads: int
@@ -55,9 +58,15 @@ class AttentionShape:
         """Checks the numbers.
 
         Raises:
-            KernelInputError: A number is not positive, `head_dim` is not a multiple of 8, or
-                `num_kv_heads` does not divide `num_heads`.
+            KernelInputError: A number is not positive, `head_dim` is not a multiple of 8,
+                `num_kv_heads` does not divide `num_heads`, or no query of `dtype` can read a cache
+                of `cache_dtype`.
         """
+        if self.cache_dtype not in read_dtypes(self.dtype):
+            raise KernelInputError(
+                f"cache_dtype is {self.cache_dtype}, but must be {self.dtype}, the dtype of the "
+                f"query, or {FP8}. Leave it out for the former."
+            )
         for name, number in (
             ("head_dim", self.head_dim),
             ("num_heads", self.num_heads),

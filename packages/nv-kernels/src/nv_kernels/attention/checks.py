@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from nv_kernels.checks import FLOAT_DTYPES, check_last_dim_contiguous, check_tensor
 from nv_kernels.errors import KernelInputError
+from nv_kernels.kv_quantisation import FP8, check_scales, read_dtypes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,14 +32,29 @@ def check_attention_inputs(
     layout = "[num_tokens, num_heads, head_dim]"
     check_tensor("query", query, layout, [metadata.num_tokens, None, None], dtypes=FLOAT_DTYPES)
     _, num_heads, head_dim = query.shape
-    dtypes, device = (query.dtype,), query.device
-    key_cache, value_cache = kv_cache
+    device = query.device
+    key_cache, value_cache = kv_cache.key, kv_cache.value
     cache_layout = "[num_blocks, block_size, num_kv_heads, head_dim]"
     cache_sizes = [None, None, None, head_dim]
-    check_tensor("kv_cache.key", key_cache, cache_layout, cache_sizes, dtypes=dtypes, device=device)
     check_tensor(
-        "kv_cache.value", value_cache, cache_layout, key_cache.shape, dtypes=dtypes, device=device
+        "kv_cache.key",
+        key_cache,
+        cache_layout,
+        cache_sizes,
+        dtypes=read_dtypes(query.dtype),
+        device=device,
     )
+    check_tensor(
+        "kv_cache.value",
+        value_cache,
+        cache_layout,
+        key_cache.shape,
+        dtypes=(key_cache.dtype,),
+        device=device,
+    )
+    check_scales(key_cache.dtype, kv_cache.k_scale, kv_cache.v_scale)
+    if key_cache.dtype == FP8:
+        _check_even("kv_cache.value", value_cache)
     check_last_dim_contiguous("query", query)
     check_last_dim_contiguous("kv_cache.key", key_cache)
     check_last_dim_contiguous("kv_cache.value", value_cache)
@@ -64,4 +80,14 @@ def check_attention_inputs(
             f"metadata.block_table has {metadata.block_table.shape[1]} blocks of {block_size} "
             f"tokens per sequence, but max_context_len is {metadata.max_context_len} tokens. "
             "Widen the block table, or pass the true longest context."
+        )
+
+
+def _check_even(name: str, cache: Tensor) -> None:
+    """Raises unless values can be read in pairs, as the Triton kernel does."""
+    if any(stride % 2 for stride in cache.stride()[:-1]) or cache.storage_offset() % 2:
+        raise KernelInputError(
+            f"{name} is fp8 and has strides {list(cache.stride())} and storage offset "
+            f"{cache.storage_offset()}, but all of these must be even but the last stride. Pad "
+            "tokens and heads to an even number of elements."
         )

@@ -55,6 +55,8 @@ def unavailable_reason(shape: AttentionShape) -> str | None:
         return f"it needs compute capability 8.0 or higher, and this device has {capability}"
     if shape.dtype not in (torch.float16, torch.bfloat16):
         return f"it computes in float16 and bfloat16, not {shape.dtype}"
+    if shape.cache_dtype != shape.dtype:
+        return f"it reads no cache of {shape.cache_dtype}, only of {shape.dtype}"
     if shape.head_dim > _MAX_HEAD_DIM:
         return f"it supports head_dim up to {_MAX_HEAD_DIM}, not {shape.head_dim}"
     if shape.block_size % _BLOCK_SIZE_MULTIPLE:

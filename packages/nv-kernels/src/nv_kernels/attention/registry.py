@@ -41,16 +41,18 @@ def available_attention_backends(
     num_heads: int,
     num_kv_heads: int,
     block_size: int,
+    cache_dtype: torch.dtype | None = None,
 ) -> dict[str, str | None]:
     """Tells for each backend why it cannot run here.
 
     Args:
         device: Where query and cache will be.
-        dtype: Of query and cache.
+        dtype: Of the query.
         head_dim: Elements per head; a multiple of 8.
         num_heads: Query heads on this device.
         num_kv_heads: Key heads on this device; divides `num_heads`.
         block_size: Tokens per block of the cache.
+        cache_dtype: Of the cache, float8_e4m3fn or `dtype`, which None stands for.
 
     Returns:
         Name of each backend -> the reason as a clause, or None when it can run.
@@ -61,6 +63,7 @@ def available_attention_backends(
     shape = AttentionShape(
         device=device,
         dtype=dtype,
+        cache_dtype=cache_dtype or dtype,
         head_dim=head_dim,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -78,17 +81,19 @@ def select_attention_backend(
     num_heads: int,
     num_kv_heads: int,
     block_size: int,
+    cache_dtype: torch.dtype | None = None,
 ) -> AttentionBackend:
     """Picks the backend for a model: the named one, or the best that can run.
 
     Args:
         name: "auto", "torch", "triton" or "flash_attn".
         device: Where query and cache will be.
-        dtype: Of query and cache.
+        dtype: Of the query.
         head_dim: Elements per head; a multiple of 8.
         num_heads: Query heads on this device.
         num_kv_heads: Key heads on this device; divides `num_heads`.
         block_size: Tokens per block of the cache.
+        cache_dtype: Of the cache, float8_e4m3fn or `dtype`, which None stands for.
 
     Returns:
         A backend for every layer of the model.
@@ -100,6 +105,7 @@ def select_attention_backend(
     shape = AttentionShape(
         device=device,
         dtype=dtype,
+        cache_dtype=cache_dtype or dtype,
         head_dim=head_dim,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,

@@ -32,9 +32,8 @@ class TorchAttention:
     ) -> Tensor:
         """Computes attention; see `nv_kernels.ops.attention.paged_attention`."""
         check_attention_inputs(query, kv_cache, metadata, scale)
-        if can_attend(kv_cache, metadata):
-            return paged_decode_attention(query, kv_cache, metadata, scale=scale)
-        return paged_attention(query, kv_cache, metadata, scale=scale)
+        attend = paged_decode_attention if can_attend(kv_cache, metadata) else paged_attention
+        return attend(query, kv_cache, metadata, scale=scale)
 
 
 def unavailable_reason(shape: AttentionShape) -> str | None:

@@ -9,6 +9,7 @@ import torch
 from nv_kernels.attention.checks import check_attention_inputs
 from nv_kernels.checks import FLOAT_DTYPES
 from nv_kernels.dispatch import triton_unavailable_reason
+from nv_kernels.kv_quantisation import FP8
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 _MAX_HEAD_DIM = 256  # the accumulator of one tile has to fit in registers
 _MAX_GROUP = 128
+_MIN_CAPABILITY_FP8 = (8, 9)  # the first that converts fp8
 
 
 class TritonAttention:
@@ -48,8 +50,15 @@ def unavailable_reason(shape: AttentionShape) -> str | None:
         return reason
     if shape.dtype not in FLOAT_DTYPES:
         return f"it computes in float32, float16 and bfloat16, not {shape.dtype}"
-    if shape.device.type != "cuda" and shape.dtype == torch.bfloat16:
+    if shape.device.type != "cuda" and shape.cache_dtype == torch.bfloat16:
         return "Triton's interpreter multiplies bfloat16 matrices wrongly"
+    if shape.cache_dtype == FP8 and shape.device.type == "cuda":
+        capability = torch.cuda.get_device_capability(shape.device)
+        if capability < _MIN_CAPABILITY_FP8:
+            return (
+                "it reads fp8 caches from compute capability 8.9 on, and this device has "
+                f"{capability}"
+            )
     if shape.head_dim > _MAX_HEAD_DIM:
         return f"it supports head_dim up to {_MAX_HEAD_DIM}, not {shape.head_dim}"
     group = shape.num_heads // shape.num_kv_heads

@@ -13,6 +13,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from nv_kernels.cpu.cache_rows import is_dense, row_numbers, rows_in_memory
+from nv_kernels.reference.attention import select_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,7 +27,8 @@ def can_attend(kv_cache: LayerKVCache, metadata: AttentionMetadata) -> bool:
         metadata.max_query_len == 1
         and metadata.num_tokens == metadata.num_seqs > 0
         and kv_cache.key.device.type == "cpu"
-        and all(is_dense(cache) for cache in kv_cache)
+        and is_dense(kv_cache.key)
+        and is_dense(kv_cache.value)
         and kv_cache.key.stride() == kv_cache.value.stride()
         and _has_one_query_each(metadata)
     )
@@ -50,11 +52,13 @@ def paged_decode_attention(
         # The query heads that share a key head stand as rows of one product.
         result = scaled_dot_product_attention(
             rows_of_query.view(rows_of_query.shape[0], num_kv_heads, -1, head_dim),
-            _gather(kv_cache.key, group),
-            _gather(kv_cache.value, group),
+            _gather(kv_cache.key, group, query.dtype),
+            _gather(kv_cache.value, group, query.dtype),
             attn_mask=group.mask,
-            scale=scale,
+            scale=scale * kv_cache.k_scale,
         ).reshape(rows_of_query.shape)
+        if kv_cache.v_scale != 1.0:
+            result *= kv_cache.v_scale
         if group.seqs is None:
             return result
         output[group.seqs] = result
@@ -129,6 +133,6 @@ def _plan_group(
     )
 
 
-def _gather(cache: Tensor, group: _Group) -> Tensor:
+def _gather(cache: Tensor, group: _Group, dtype: torch.dtype) -> Tensor:
     """Copies a group's tokens together, [num_seqs, num_kv_heads, padded_length, head_dim]."""
-    return rows_in_memory(cache).index_select(0, group.rows).view(group.shape)
+    return select_rows(rows_in_memory(cache), group.rows, dtype).view(group.shape)

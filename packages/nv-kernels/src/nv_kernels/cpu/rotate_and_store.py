@@ -14,6 +14,7 @@ import torch
 
 from nv_kernels.cpu.cache_rows import is_dense, row_numbers, rows_in_memory
 from nv_kernels.reference.rms_norm import rms_norm
+from nv_kernels.reference.store_kv import as_stored
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,9 +50,12 @@ def plan_rotation(
     value_cache: Tensor,
     slot_mapping: Tensor,
     *,
+    dtype: torch.dtype,
     derived: dict[str, object],
 ) -> RotationPlan | None:
-    """Works out what `rotate_and_store` needs, or finds it in `derived`.
+    """Works out what `rotate_and_store` needs for a projection of some dtype.
+
+    What `derived` holds of it already is taken from there.
 
     Returns:
         None if the caches do not lie on a CPU, each in one run of memory.
@@ -63,7 +67,7 @@ def plan_rotation(
     if key_cache.device.type != "cpu" or not (is_dense(key_cache) and is_dense(value_cache)):
         return None
     # Like the reference, cosine and sine are rounded before they are used.
-    table = cos_sin_cache.index_select(0, positions).to(key_cache.dtype)
+    table = cos_sin_cache.index_select(0, positions).to(dtype)
     cos, sin = table.unsqueeze(1).chunk(2, dim=-1)
     slots, stored = slot_mapping.long(), None
     if bool((slots < 0).any()):
@@ -91,6 +95,8 @@ def rotate_and_store(
     query_weight: Tensor | None,
     key_weight: Tensor | None,
     eps: float,
+    k_scale: float,
+    v_scale: float,
 ) -> Tensor:
     """Implements `nv_kernels.ops.rotate_and_store` with what `plan_rotation` worked out."""
     num_kv_heads, head_dim = key_cache.shape[2:]
@@ -103,6 +109,10 @@ def rotate_and_store(
     key = rotated[:, num_heads:]
     if plan.stored is not None:
         key, value = key[plan.stored], value[plan.stored]
-    rows_in_memory(key_cache).index_copy_(0, plan.key_rows, key.reshape(-1, head_dim))
-    rows_in_memory(value_cache).index_copy_(0, plan.value_rows, value.reshape(-1, head_dim))
+    for rows, x, cache, scale in (
+        (plan.key_rows, key, key_cache, k_scale),
+        (plan.value_rows, value, value_cache, v_scale),
+    ):
+        stored, target = as_stored(x.reshape(-1, head_dim), cache, scale)
+        rows_in_memory(target).index_copy_(0, rows, stored)
     return rotated[:, :num_heads].contiguous()

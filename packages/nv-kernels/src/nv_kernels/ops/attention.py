@@ -35,8 +35,9 @@ def paged_attention(
     Args:
         query: [num_tokens, num_heads, head_dim], fp32, fp16 or bf16; not changed. Any strides but
             a contiguous last dimension, so a slice of a fused projection will do.
-        kv_cache: One layer's cache, dtype of `query`, with this step's keys and values already
-            stored (see `store_kv`); not changed. num_kv_heads must divide num_heads.
+        kv_cache: One layer's cache, dtype of `query` or float8_e4m3fn with scales, with this
+            step's keys and values already stored (see `store_kv`); not changed. num_kv_heads must
+            divide num_heads.
         metadata: The batch, on the same device.
         scale: Factor of the scores before the softmax, usually head_dim ** -0.5; positive.
         backend: "auto" or the name of a backend, see `select_attention_backend`.
@@ -58,6 +59,7 @@ def paged_attention(
         backend,
         device=query.device,
         dtype=query.dtype,
+        cache_dtype=kv_cache.key.dtype,
         head_dim=head_dim,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,

@@ -6,16 +6,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nv_kernels.checks import (
-    FLOAT_DTYPES,
-    INDEX_DTYPES,
-    check_last_dim_contiguous,
-    check_tensor,
-)
+from nv_kernels.checks import INDEX_DTYPES, check_last_dim_contiguous, check_tensor
 from nv_kernels.cpu.rotate_and_store import plan_rotation
 from nv_kernels.cpu.rotate_and_store import rotate_and_store as rotate_and_store_cpu
 from nv_kernels.dispatch import choose_implementation
 from nv_kernels.errors import KernelInputError
+from nv_kernels.kv_quantisation import CACHE_DTYPES, check_scales, stored_dtypes
 from nv_kernels.reference.rotate_and_store import rotate_and_store as rotate_and_store_reference
 
 if TYPE_CHECKING:
@@ -33,6 +29,8 @@ def rotate_and_store(
     query_weight: Tensor | None = None,
     key_weight: Tensor | None = None,
     eps: float = 0.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
     derived: dict[str, object] | None = None,
     backend: str = "auto",
 ) -> Tensor:
@@ -50,14 +48,17 @@ def rotate_and_store(
         cos_sin_cache: For each position head_dim / 2 cosines, then as many sines,
             [max_position, head_dim] fp32 with contiguous rows.
         key_cache: One layer's keys, [num_blocks, block_size, num_kv_heads, head_dim], dtype of
-            `qkv`, any strides but a contiguous last dimension. Changed in place, at the slots and
-            nowhere else.
+            `qkv` or float8_e4m3fn, any strides but a contiguous last dimension. Changed in place,
+            at the slots and nowhere else.
         value_cache: One layer's values, same shape and dtype, strides of its own; changed too.
         slot_mapping: Target slot of each token, [num_tokens] int32 or int64; -1 means "do not
             store". No slot may appear twice. The values are not checked.
         query_weight: Weight of the query heads' norm, [head_dim], dtype of `qkv`; None for none.
         key_weight: Weight of the key heads' norm; given exactly if `query_weight` is.
         eps: Added to the mean square; used with weights only.
+        k_scale: For an fp8 cache, see `store_kv`. Keys are rounded to the dtype of `qkv` first, as
+            the three ops do it.
+        v_scale: The same for values.
         derived: Where what all layers of a step have in common is kept, such as
             `AttentionMetadata.derived`: calls that share one must share `positions`,
             `cos_sin_cache`, `slot_mapping` and the dtype. None keeps nothing.
@@ -68,19 +69,27 @@ def rotate_and_store(
         [num_tokens, num_heads, head_dim].
 
     Raises:
-        KernelInputError: A shape, dtype, device or stride disagrees.
+        KernelInputError: A shape, dtype, device or stride disagrees, or a scale is not positive.
 
     Source: see the three ops that it joins.
     """
     cache_layout = "[num_blocks, block_size, num_kv_heads, head_dim]"
-    check_tensor("key_cache", key_cache, cache_layout, [None] * 4, dtypes=FLOAT_DTYPES)
+    check_tensor("key_cache", key_cache, cache_layout, [None] * 4, dtypes=CACHE_DTYPES)
     dtypes, device = (key_cache.dtype,), key_cache.device
     check_tensor(
         "value_cache", value_cache, cache_layout, key_cache.shape, dtypes=dtypes, device=device
     )
+    check_scales(key_cache.dtype, k_scale, v_scale)
     num_kv_heads, head_dim = key_cache.shape[2:]
     layout = "[num_tokens, num_heads + 2 * num_kv_heads, head_dim]"
-    check_tensor("qkv", qkv, layout, [None, None, head_dim], dtypes=dtypes, device=device)
+    check_tensor(
+        "qkv",
+        qkv,
+        layout,
+        [None, None, head_dim],
+        dtypes=stored_dtypes(key_cache.dtype),
+        device=device,
+    )
     num_tokens, num_all_heads = qkv.shape[:2]
     if num_all_heads <= 2 * num_kv_heads:
         raise KernelInputError(
@@ -106,7 +115,7 @@ def rotate_and_store(
         )
     for name, weight in (("query_weight", query_weight), ("key_weight", key_weight)):
         if weight is not None:
-            check_tensor(name, weight, "[head_dim]", [head_dim], dtypes=dtypes, device=device)
+            check_tensor(name, weight, "[head_dim]", [head_dim], dtypes=(qkv.dtype,), device=device)
             check_last_dim_contiguous(name, weight)
     for name, tensor in (
         ("qkv", qkv),
@@ -122,6 +131,7 @@ def rotate_and_store(
             key_cache,
             value_cache,
             slot_mapping,
+            dtype=qkv.dtype,
             derived={} if derived is None else derived,
         )
         if plan is not None:
@@ -133,6 +143,8 @@ def rotate_and_store(
                 query_weight=query_weight,
                 key_weight=key_weight,
                 eps=eps,
+                k_scale=k_scale,
+                v_scale=v_scale,
             )
     run = rotate_and_store_reference
     if choose_implementation(backend, device) == "triton":
@@ -147,4 +159,6 @@ def rotate_and_store(
         query_weight=query_weight,
         key_weight=key_weight,
         eps=eps,
+        k_scale=k_scale,
+        v_scale=v_scale,
     )

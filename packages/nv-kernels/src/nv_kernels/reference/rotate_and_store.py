@@ -23,6 +23,8 @@ def rotate_and_store(
     query_weight: Tensor | None,
     key_weight: Tensor | None,
     eps: float,
+    k_scale: float,
+    v_scale: float,
 ) -> Tensor:
     """Implements `nv_kernels.ops.rotate_and_store.rotate_and_store`."""
     num_kv_heads = key_cache.shape[2]
@@ -32,5 +34,5 @@ def rotate_and_store(
         query = rms_norm(query, query_weight, eps=eps)
         key = rms_norm(key, key_weight, eps=eps)
     query, key = rotary_embedding(query, key, positions, cos_sin_cache)
-    store_kv(key, value, key_cache, value_cache, slot_mapping)
+    store_kv(key, value, key_cache, value_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale)
     return query

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 import triton  # type: ignore[import-untyped]
 
+from nv_kernels.kv_quantisation import FP8
 from nv_kernels.triton.decode_attention import DecodeConfig, attend_to_decodes
 from nv_kernels.triton.device import device_of, num_processors, shared_memory_bytes
 from nv_kernels.triton.prefill_attention import PrefillConfig, attend_to_prompts
@@ -31,7 +32,7 @@ def paged_attention(
         return output
     if metadata.num_seqs == 0 or metadata.block_table.shape[1] == 0:
         return output.zero_()  # no context anywhere, and no table to look into
-    scale_log2 = scale * math.log2(math.e)
+    scale_log2 = scale * kv_cache.k_scale * math.log2(math.e)
     only_decodes = metadata.max_query_len <= 1
     has_decodes = metadata.min_query_len <= 1
     with device_of(query):
@@ -75,8 +76,11 @@ def choose_decode_config(query: Tensor, kv_cache: LayerKVCache, num_seqs: int) -
     num_programs = num_seqs * num_kv_heads  # of the direct kernel
     processors = num_processors(query.device)
     # With three tiles in flight a processor holds three programs, with two it holds four. Three
-    # are faster unless they need a second round where four would need one.
-    one_round_of_four = 3 * processors < num_programs <= 4 * processors and rows == 16
+    # are faster unless they need a second round where four would need one. Tiles of fp8 are half
+    # as large: a processor holds four programs anyway.
+    one_round_of_four = (
+        3 * processors < num_programs <= 4 * processors and rows == 16 and kv_cache.key.dtype != FP8
+    )
     if 4 * num_programs < 3 * processors:
         longest_direct = 0
     else:

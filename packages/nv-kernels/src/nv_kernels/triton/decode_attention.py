@@ -25,7 +25,9 @@ import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
+from nv_kernels.kv_quantisation import FP8
 from nv_kernels.triton.device import num_processors
+from nv_kernels.triton.fp8 import prepare_query, split_pairs
 from nv_kernels.triton.kv_tiles import load_tile, locate_tile
 from nv_kernels.triton.launch import launch_options, wait_for_previous
 
@@ -81,13 +83,14 @@ def attend_to_decodes(
         kv_cache: One layer's cache.
         metadata: The batch; sequences with other query lengths are passed over.
         output: Shape of `query`, contiguous; the rows of those sequences are written.
-        scale_log2: Factor of the scores, times log2(e); positive.
+        scale_log2: Factor of the scores, that of cached keys included, times log2(e); positive.
         owns_padding: Whether to write zeros to the tokens after the last sequence.
         config: How to compile and launch.
     """
     num_heads, head_dim = query.shape[1:]
     block_size, num_kv_heads = kv_cache.key.shape[1:3]
     group = num_heads // num_kv_heads
+    is_fp8 = kv_cache.key.dtype == FP8
     shape = {
         "num_kv_heads": num_kv_heads,
         "group": group,
@@ -97,7 +100,9 @@ def attend_to_decodes(
         "value_offset_stride": kv_cache.value.stride(1),
         "block_m": max(16, triton.next_power_of_2(group)),  # tl.dot takes no side under 16
         "block_n": config.block_n,
-        "block_d": max(16, triton.next_power_of_2(head_dim)),
+        # No side under 16 either, and fp8 cuts it in two.
+        "block_d": max(32 if is_fp8 else 16, triton.next_power_of_2(head_dim)),
+        "is_fp8": is_fp8,
     }
     options = {
         "num_warps": config.num_warps,
@@ -105,7 +110,7 @@ def attend_to_decodes(
         "maxnreg": config.max_registers,
         **launch_options(query),
     }
-    tensors = (query, *kv_cache)
+    tensors = (query, kv_cache.key, kv_cache.value)
     lengths = (metadata.cu_seqlens_q, metadata.context_lens, metadata.block_table)
     strides = (
         *query.stride()[:2],
@@ -123,6 +128,7 @@ def attend_to_decodes(
             output,
             *lengths,
             scale_log2,
+            kv_cache.v_scale,
             metadata.num_seqs,
             metadata.num_tokens,
             longest_direct,
@@ -171,6 +177,7 @@ def attend_to_decodes(
         output,
         metadata.cu_seqlens_q,
         metadata.context_lens,
+        kv_cache.v_scale,
         metadata.num_seqs,
         metadata.num_tokens,
         longest_direct,
@@ -181,6 +188,7 @@ def attend_to_decodes(
         min_split_len=MIN_SPLIT_LEN,
         max_num_splits=MAX_SPLITS,
         block_d=shape["block_d"],
+        is_fp8=is_fp8,
         num_warps=1,
         **launch_options(query),
     )
@@ -204,7 +212,7 @@ def _attend_to_run(
     offset: tl.tensor,
     first: tl.tensor,
     end: tl.tensor,
-    scale_log2: tl.tensor,
+    row_scale: tl.tensor,
     key_block_stride: tl.tensor,
     value_block_stride: tl.tensor,
     key_offset_stride: tl.constexpr,
@@ -215,10 +223,12 @@ def _attend_to_run(
     block_n: tl.constexpr,
     block_d: tl.constexpr,
     split_len: tl.constexpr,
+    is_fp8: tl.constexpr,
 ) -> tl.tuple:
     """Attends to the positions from `first` (a multiple of block_n) up to `end`.
 
-    `block` and `offset` are where `locate_tile` found the first tile. Splits of `split_len` tokens
+    `block` and `offset` are where `locate_tile` found the first tile; `row_scale`, [m], is the
+    factor of each row's scores, times log2(e). Splits of `split_len` tokens
     are attended to on their own and then merged; 0 means that the run is a single split.
 
     Returns:
@@ -227,8 +237,8 @@ def _attend_to_run(
     """
     run_max = tl.full([block_m], float("-inf"), tl.float32)
     run_sum = tl.zeros([block_m], tl.float32)
-    run_accumulator = tl.zeros([block_m, block_d], tl.float32)
-    row_max, row_sum, accumulator = run_max, run_sum, run_accumulator
+    run_accumulators = _start_accumulators(block_m, block_d, is_fp8)
+    row_max, row_sum, accumulators = run_max, run_sum, run_accumulators
     # The last tile is no special case: outside of the loop its loads would not be started early,
     # which costs more than the masks do.
     for start in range(first, end, block_n):
@@ -245,6 +255,7 @@ def _attend_to_run(
             block_n,
             block_d,
             masked=True,
+            as_pairs=False,
         )
         value = load_tile(
             value_head_ptr,
@@ -258,47 +269,88 @@ def _attend_to_run(
             block_n,
             block_d,
             masked=True,
+            as_pairs=is_fp8,
         )
-        scores = tl.dot(query, tl.trans(key), input_precision="ieee")
+        scores = tl.dot(query, tl.trans(key).to(query.dtype), input_precision="ieee")
         inside_n = tl.arange(0, block_n) < num_inside
         scores = tl.where(inside_n[None, :], scores, float("-inf"))
         # Every tile has a token, so its maximum is finite.
-        new_max = tl.maximum(row_max, tl.max(scores, axis=1) * scale_log2)
+        new_max = tl.maximum(row_max, tl.max(scores, axis=1) * row_scale)
         factor = tl.exp2(row_max - new_max)
-        weights = tl.exp2(tl.fma(scores, scale_log2, -new_max[:, None]))
+        weights = tl.exp2(tl.fma(scores, row_scale[:, None], -new_max[:, None]))
         row_sum = tl.fma(row_sum, factor, tl.sum(weights, axis=1))
-        accumulator = tl.dot(
-            weights.to(value.dtype), value, accumulator * factor[:, None], input_precision="ieee"
-        )
+        accumulators = _accumulate(accumulators, factor, weights.to(query.dtype), value)
         row_max = new_max
         block, offset = locate_tile(table_ptr, start + block_n, end, block_size, block_n)
         if split_len > 0:
             # Selected, not branched on: a branch would keep loads from being started early.
             closes = ((start + block_n) % split_len == 0) | (start + block_n >= end)
-            merged_max, merged_sum, merged_accumulator = _merge(
-                run_max, run_sum, run_accumulator, row_max, row_sum, accumulator
+            merged_max, merged_sum, merged_accumulators = _merge(
+                run_max, run_sum, run_accumulators, row_max, row_sum, accumulators
             )
             run_max = tl.where(closes, merged_max, run_max)
             run_sum = tl.where(closes, merged_sum, run_sum)
-            run_accumulator = tl.where(closes, merged_accumulator, run_accumulator)
+            run_accumulators = _select(closes, merged_accumulators, run_accumulators)
             row_max = tl.where(closes, float("-inf"), row_max)
             row_sum = tl.where(closes, 0.0, row_sum)
-            accumulator = tl.where(closes, 0.0, accumulator)
+            accumulators = _select(
+                closes, _start_accumulators(block_m, block_d, is_fp8), accumulators
+            )
     if split_len > 0:
-        row_max, row_sum, accumulator = run_max, run_sum, run_accumulator
+        row_max, row_sum, accumulators = run_max, run_sum, run_accumulators
+    accumulator = tl.interleave(accumulators[0], accumulators[1]) if is_fp8 else accumulators[0]
     return row_max, row_sum, accumulator
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _start_accumulators(
+    block_m: tl.constexpr, block_d: tl.constexpr, is_fp8: tl.constexpr
+) -> tl.tuple:
+    """Makes the sum of no values: one [m, d], or for fp8 one of even and one of odd dimensions."""
+    if is_fp8:
+        half = tl.zeros([block_m, block_d // 2], tl.float32)
+        return half, half
+    else:  # noqa: RET505 - Triton compiles both branches of a plain return
+        return (tl.zeros([block_m, block_d], tl.float32),)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _accumulate(
+    accumulators: tl.tuple, factor: tl.tensor, weights: tl.tensor, value: tl.tensor
+) -> tl.tuple:
+    """Multiplies the sums by `factor`, [m], and adds a tile of values (or of pairs) by weight."""
+    if len(accumulators) == 2:
+        even, odd = split_pairs(value, weights.dtype)
+        return (
+            tl.dot(weights, even, accumulators[0] * factor[:, None], input_precision="ieee"),
+            tl.dot(weights, odd, accumulators[1] * factor[:, None], input_precision="ieee"),
+        )
+    else:  # noqa: RET505 - see above
+        accumulator = accumulators[0] * factor[:, None]
+        return (tl.dot(weights, value, accumulator, input_precision="ieee"),)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _select(condition: tl.tensor, chosen: tl.tuple, other: tl.tuple) -> tl.tuple:
+    """Applies `tl.where` to each of several tensors."""
+    if len(chosen) == 2:
+        return tl.where(condition, chosen[0], other[0]), tl.where(condition, chosen[1], other[1])
+    else:  # noqa: RET505 - see above
+        return (tl.where(condition, chosen[0], other[0]),)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _merge(
     old_max: tl.tensor,
     old_sum: tl.tensor,
-    old_accumulator: tl.tensor,
+    old_accumulators: tl.tuple,
     new_max: tl.tensor,
     new_sum: tl.tensor,
-    new_accumulator: tl.tensor,
+    new_accumulators: tl.tuple,
 ) -> tl.tuple:
-    """Adds one split's softmax, [m] and [m, d] (or a scalar and [d]), to that of splits before.
+    """Adds one split's softmax to that of splits before.
+
+    Maximum and sum are [m] and the accumulators [m, ...], or scalars and [d].
 
     The fused multiply-adds are written out: were it left to the compiler, two kernels might round
     differently.
@@ -307,11 +359,21 @@ def _merge(
     old_factor = tl.exp2(old_max - merged_max)
     new_factor = tl.exp2(new_max - merged_max)
     merged_sum = tl.fma(old_sum, old_factor, new_sum * new_factor)
-    if len(old_accumulator.shape) == 2:
-        old_factor = tl.broadcast_to(old_factor[:, None], old_accumulator.shape)
-        new_factor = tl.broadcast_to(new_factor[:, None], old_accumulator.shape)
-    merged_accumulator = tl.fma(old_accumulator, old_factor, new_accumulator * new_factor)
-    return merged_max, merged_sum, merged_accumulator
+    first = _mix(old_accumulators[0], old_factor, new_accumulators[0], new_factor)
+    if len(old_accumulators) == 2:
+        second = _mix(old_accumulators[1], old_factor, new_accumulators[1], new_factor)
+        return merged_max, merged_sum, (first, second)
+    else:  # noqa: RET505 - see above
+        return merged_max, merged_sum, (first,)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _mix(old: tl.tensor, old_factor: tl.tensor, new: tl.tensor, new_factor: tl.tensor) -> tl.tensor:
+    """Computes old * old_factor + new * new_factor, for rows of a matrix or for a vector."""
+    if len(old.shape) == 2:
+        old_factor = tl.broadcast_to(old_factor[:, None], old.shape)
+        new_factor = tl.broadcast_to(new_factor[:, None], old.shape)
+    return tl.fma(old, old_factor, new * new_factor)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -321,17 +383,20 @@ def _load_query(
     kv_head: tl.tensor,
     token_stride: tl.tensor,
     head_stride: tl.tensor,
+    scale_log2: tl.tensor,
     group: tl.constexpr,
     head_dim: tl.constexpr,
     block_m: tl.constexpr,
     block_d: tl.constexpr,
-) -> tl.tensor:
-    """Loads the query heads that share a key head, [m, d]."""
+    is_fp8: tl.constexpr,
+) -> tl.tuple:
+    """Loads the query heads that share a key head, [m, d], and the factor of their scores, [m]."""
     m = tl.arange(0, block_m)
     d = tl.arange(0, block_d)
     heads_ptr = query_ptr + token.to(tl.int64) * token_stride
     pointers = heads_ptr + ((kv_head * group + m) * head_stride)[:, None] + d[None, :]
-    return tl.load(pointers, mask=(m < group)[:, None] & (d < head_dim)[None, :], other=0.0)
+    query = tl.load(pointers, mask=(m < group)[:, None] & (d < head_dim)[None, :], other=0.0)
+    return prepare_query(query, scale_log2, is_fp8)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -360,6 +425,7 @@ def _direct_kernel(
     context_lens_ptr: tl.tensor,
     block_table_ptr: tl.tensor,
     scale_log2: tl.tensor,
+    v_scale: tl.tensor,
     num_seqs: tl.tensor,
     num_tokens: tl.tensor,
     longest_direct: tl.tensor,
@@ -381,6 +447,7 @@ def _direct_kernel(
     block_m: tl.constexpr,
     block_n: tl.constexpr,
     block_d: tl.constexpr,
+    is_fp8: tl.constexpr,
     overlaps: tl.constexpr,
 ) -> None:
     wait_for_previous(overlaps)
@@ -406,16 +473,18 @@ def _direct_kernel(
     block, offset = locate_tile(table_ptr, 0, context_len, block_size, block_n)
     if (query_len != 1) | (context_len > longest_direct):
         return
-    query = _load_query(
+    query, row_scale = _load_query(
         query_ptr,
         token,
         kv_head,
         query_token_stride,
         query_head_stride,
+        scale_log2,
         group,
         head_dim,
         block_m,
         block_d,
+        is_fp8,
     )
     _, row_sum, accumulator = _attend_to_run(
         query,
@@ -426,7 +495,7 @@ def _direct_kernel(
         offset,
         0,
         context_len,
-        scale_log2,
+        row_scale,
         key_block_stride,
         value_block_stride,
         key_offset_stride,
@@ -437,9 +506,12 @@ def _direct_kernel(
         block_n,
         block_d,
         min_split_len,
+        is_fp8,
     )
     # A sequence without context has a sum of zero and becomes zeros.
     result = accumulator / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
+    if is_fp8:
+        result *= v_scale
     tl.store(
         output_ptr + token.to(tl.int64) * token_stride + head_offset,
         result.to(output_ptr.dtype.element_ty),
@@ -480,6 +552,7 @@ def _split_kernel(
     block_m: tl.constexpr,
     block_n: tl.constexpr,
     block_d: tl.constexpr,
+    is_fp8: tl.constexpr,
     overlaps: tl.constexpr,
 ) -> None:
     wait_for_previous(overlaps)
@@ -507,16 +580,18 @@ def _split_kernel(
         context_len = tl.sum(tl.where(here, lens, 0), axis=0)
         token = tl.sum(tl.where(here, tokens, 0), axis=0)
 
-        query = _load_query(
+        query, row_scale = _load_query(
             query_ptr,
             token,
             kv_head,
             query_token_stride,
             query_head_stride,
+            scale_log2,
             group,
             head_dim,
             block_m,
             block_d,
+            is_fp8,
         )
         first = split * split_len
         end = tl.minimum(first + split_len, context_len)
@@ -531,7 +606,7 @@ def _split_kernel(
             offset,
             first,
             end,
-            scale_log2,
+            row_scale,
             key_block_stride,
             value_block_stride,
             key_offset_stride,
@@ -542,6 +617,7 @@ def _split_kernel(
             block_n,
             block_d,
             0,
+            is_fp8,
         )
         head = (seq.to(tl.int64) * num_kv_heads + kv_head) * group + m
         place = head * max_splits + split
@@ -561,6 +637,7 @@ def _combine_kernel(
     output_ptr: tl.tensor,
     cu_seqlens_q_ptr: tl.tensor,
     context_lens_ptr: tl.tensor,
+    v_scale: tl.tensor,
     num_seqs: tl.tensor,
     num_tokens: tl.tensor,
     longest_direct: tl.tensor,
@@ -571,6 +648,7 @@ def _combine_kernel(
     min_split_len: tl.constexpr,
     max_num_splits: tl.constexpr,
     block_d: tl.constexpr,
+    is_fp8: tl.constexpr,
     overlaps: tl.constexpr,
 ) -> None:
     wait_for_previous(overlaps)
@@ -596,7 +674,7 @@ def _combine_kernel(
 
     row_max = tl.full([], float("-inf"), tl.float32)
     row_sum = tl.zeros([], tl.float32)
-    accumulator = tl.zeros([block_d], tl.float32)
+    accumulators = (tl.zeros([block_d], tl.float32),)
     # Eight at a time, so that their loads are in flight together. Splits beyond the last change
     # nothing: their factor is exp2(-inf) = 0, and the other one exp2(0) = 1.
     for start in range(0, num_splits, 8):
@@ -607,10 +685,12 @@ def _combine_kernel(
             new_sum = tl.load(partial_stats_ptr + 2 * place + 1, mask=inside, other=0.0)
             inside_split_d = d < tl.where(inside, head_dim, 0)
             partial = tl.load(partial_ptr + place * head_dim + d, mask=inside_split_d, other=0.0)
-            row_max, row_sum, accumulator = _merge(
-                row_max, row_sum, accumulator, new_max, new_sum, partial
+            row_max, row_sum, accumulators = _merge(
+                row_max, row_sum, accumulators, new_max, new_sum, (partial,)
             )
-    result = accumulator / tl.where(row_sum == 0.0, 1.0, row_sum)
+    result = accumulators[0] / tl.where(row_sum == 0.0, 1.0, row_sum)
+    if is_fp8:
+        result *= v_scale
     tl.store(
         output_ptr + (token.to(tl.int64) * num_heads + head) * head_dim + d,
         result.to(output_ptr.dtype.element_ty),

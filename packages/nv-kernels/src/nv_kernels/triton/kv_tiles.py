@@ -59,6 +59,7 @@ def load_tile(
     block_n: tl.constexpr,
     block_d: tl.constexpr,
     masked: tl.constexpr,
+    as_pairs: tl.constexpr,
 ) -> tl.tensor:
     """Loads the tile that `locate_tile` found.
 
@@ -76,28 +77,35 @@ def load_tile(
         block_n: Tokens per tile.
         block_d: head_dim, rounded up to a power of two.
         masked: Whether only `num_inside` tokens may be read.
+        as_pairs: Whether to read pairs of fp8 elements as one uint16 each. Strides count elements
+            all the same, and must be even.
 
     Returns:
-        [n, d]; zero where nothing was read.
+        [n, d], or [n, d / 2] pairs; zero where nothing was read.
     """
     n = tl.arange(0, block_n)
-    d = tl.arange(0, block_d)
+    per_read: tl.constexpr = 2 if as_pairs else 1
+    nothing: tl.constexpr = 0 if as_pairs else 0.0
+    d = tl.arange(0, block_d // per_read)
     if block_size % block_n == 0:
         step = n
         if block_n * offset_stride >= 2**31:
             step = n.to(tl.int64)
         first_ptr = head_ptr + block * block_stride + offset * offset_stride
-        pointers = first_ptr + (step * offset_stride)[:, None] + d[None, :]
+        token_ptr = first_ptr + (step * offset_stride)[:, None]
     else:
-        pointers = head_ptr + (block * block_stride + offset * offset_stride)[:, None] + d[None, :]
-    inside_d = (d < head_dim)[None, :]
+        token_ptr = head_ptr + (block * block_stride + offset * offset_stride)[:, None]
+    if as_pairs:
+        token_ptr = token_ptr.to(tl.pointer_type(tl.uint16), bitcast=True)
+    pointers = token_ptr + d[None, :]
+    inside_d = (d < head_dim // per_read)[None, :]
     if masked:
         inside = (n < num_inside)[:, None]
         if head_dim < block_d:
             inside = inside & inside_d
-        tile = tl.load(pointers, mask=inside, other=0.0)
+        tile = tl.load(pointers, mask=inside, other=nothing)
     elif head_dim < block_d:
-        tile = tl.load(pointers, mask=inside_d, other=0.0)
+        tile = tl.load(pointers, mask=inside_d, other=nothing)
     else:
         tile = tl.load(pointers)
     return tile

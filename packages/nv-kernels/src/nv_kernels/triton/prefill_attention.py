@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
+from nv_kernels.kv_quantisation import FP8
+from nv_kernels.triton.fp8 import prepare_query
 from nv_kernels.triton.kv_tiles import load_tile, locate_tile
 from nv_kernels.triton.launch import launch_options, wait_for_previous
 
@@ -62,7 +64,7 @@ def attend_to_prompts(
         metadata: The batch; sequences with shorter queries are passed over.
         output: Shape of `query`, contiguous; the rows of those sequences are written, and those
             after the last sequence become zero.
-        scale_log2: Factor of the scores, times log2(e); positive.
+        scale_log2: Factor of the scores, that of cached keys included, times log2(e); positive.
         min_query_len: Shortest query to attend from, in tokens.
         config: How to compile.
     """
@@ -73,12 +75,14 @@ def attend_to_prompts(
     num_tiles = metadata.num_tokens // block_q + metadata.num_seqs + 1
     _prefill_kernel[(num_tiles * num_kv_heads,)](
         query,
-        *kv_cache,
+        kv_cache.key,
+        kv_cache.value,
         output,
         metadata.cu_seqlens_q,
         metadata.context_lens,
         metadata.block_table,
         scale_log2,
+        kv_cache.v_scale,
         metadata.num_seqs,
         metadata.num_tokens,
         *query.stride()[:2],
@@ -98,6 +102,7 @@ def attend_to_prompts(
         block_m=config.block_m,
         block_n=config.block_n,
         block_d=max(16, triton.next_power_of_2(head_dim)),  # tl.dot takes no side under 16
+        is_fp8=kv_cache.key.dtype == FP8,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **launch_options(query),
@@ -116,6 +121,7 @@ def _prefill_kernel(
     context_lens_ptr: tl.tensor,
     block_table_ptr: tl.tensor,
     scale_log2: tl.tensor,
+    v_scale: tl.tensor,
     num_seqs: tl.tensor,
     num_tokens: tl.tensor,
     query_token_stride: tl.tensor,
@@ -136,6 +142,7 @@ def _prefill_kernel(
     block_m: tl.constexpr,
     block_n: tl.constexpr,
     block_d: tl.constexpr,
+    is_fp8: tl.constexpr,
     overlaps: tl.constexpr,
 ) -> None:
     wait_for_previous(overlaps)
@@ -177,6 +184,7 @@ def _prefill_kernel(
         mask=inside_md,
         other=0.0,
     )
+    query, row_scale = prepare_query(query, scale_log2, is_fp8)
     key_head_ptr = key_ptr + kv_head.to(tl.int64) * key_head_stride
     value_head_ptr = value_ptr + kv_head.to(tl.int64) * value_head_stride
     table_ptr = block_table_ptr + seq.to(tl.int64) * block_table_stride
@@ -198,7 +206,7 @@ def _prefill_kernel(
             start,
             end,
             last_visible,
-            scale_log2,
+            row_scale,
             row_max,
             row_sum,
             accumulator,
@@ -223,7 +231,7 @@ def _prefill_kernel(
             start,
             end,
             last_visible,
-            scale_log2,
+            row_scale,
             row_max,
             row_sum,
             accumulator,
@@ -240,6 +248,8 @@ def _prefill_kernel(
         block, offset = locate_tile(table_ptr, start + block_n, end, block_size, block_n)
     # Rows that saw no key have a sum of zero and become zeros.
     result = accumulator / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
+    if is_fp8:
+        result *= v_scale
     tl.store(
         output_ptr + ((token * num_kv_heads * group + head) * head_dim)[:, None] + d[None, :],
         result.to(output_ptr.dtype.element_ty),
@@ -257,7 +267,7 @@ def _attend_to_tile(
     start: tl.tensor,
     end: tl.tensor,
     last_visible: tl.tensor,
-    scale_log2: tl.tensor,
+    row_scale: tl.tensor,
     row_max: tl.tensor,
     row_sum: tl.tensor,
     accumulator: tl.tensor,
@@ -284,19 +294,20 @@ def _attend_to_tile(
         block_n,
         block_d,
         masked,
+        as_pairs=False,
     )
-    scores = tl.dot(query, tl.trans(key), input_precision="ieee")
+    scores = tl.dot(query, tl.trans(key).to(query.dtype), input_precision="ieee")
     if masked:
         position = start + tl.arange(0, block_n)
         visible = position[None, :] <= last_visible[:, None]
         scores = tl.where(visible, scores, float("-inf"))
-    new_max = tl.maximum(row_max, tl.max(scores, axis=1) * scale_log2)
+    new_max = tl.maximum(row_max, tl.max(scores, axis=1) * row_scale)
     shift = new_max
     if masked:
         # A row that has seen no key yet has no maximum; -inf minus -inf would be NaN.
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
     rescale = tl.exp2(row_max - shift)
-    weights = tl.exp2(tl.fma(scores, scale_log2, -shift[:, None]))
+    weights = tl.exp2(tl.fma(scores, row_scale[:, None], -shift[:, None]))
     row_sum = row_sum * rescale + tl.sum(weights, axis=1)
     value = load_tile(
         value_head_ptr,
@@ -310,8 +321,12 @@ def _attend_to_tile(
         block_n,
         block_d,
         masked,
+        as_pairs=False,
     )
     accumulator = tl.dot(
-        weights.to(value.dtype), value, accumulator * rescale[:, None], input_precision="ieee"
+        weights.to(query.dtype),
+        value.to(query.dtype),
+        accumulator * rescale[:, None],
+        input_precision="ieee",
     )
     return new_max, row_sum, accumulator

@@ -2,7 +2,8 @@
 
 Legend: half = head_dim / 2, r pairs of a head (half rounded up to a power of two), h heads of a
 tile. One program takes up to block_h heads of one kind of one token: query heads are normalised,
-rotated and written out, key heads the same but into the cache, value heads are copied there.
+rotated and written out, key heads the same but into the cache, value heads are copied there. An
+fp8 cache rounds what is stored once more.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
+from nv_kernels.kv_quantisation import FP8
 from nv_kernels.triton.device import device_of
+from nv_kernels.triton.fp8 import store_in_cache
 from nv_kernels.triton.launch import launch_options, wait_for_previous
 
 if TYPE_CHECKING:
@@ -33,6 +36,8 @@ def rotate_and_store(
     query_weight: Tensor | None,
     key_weight: Tensor | None,
     eps: float,
+    k_scale: float,
+    v_scale: float,
 ) -> Tensor:
     """Implements `nv_kernels.ops.rotate_and_store.rotate_and_store`.
 
@@ -63,6 +68,8 @@ def rotate_and_store(
             qkv if key_weight is None else key_weight,
             query,
             eps,
+            1 / k_scale,
+            1 / v_scale,
             *qkv.stride()[:2],
             cos_sin_cache.stride(0),
             *key_cache.stride()[:3],
@@ -74,6 +81,7 @@ def rotate_and_store(
             half=half,
             block_size=block_size,
             has_norm=query_weight is not None,
+            is_fp8=key_cache.dtype == FP8,
             block_h=block_h,
             block_r=block_r,
             num_warps=2,
@@ -94,6 +102,8 @@ def _rotate_and_store_kernel(
     key_weight_ptr: tl.tensor,
     query_ptr: tl.tensor,
     eps: tl.tensor,
+    inverse_k_scale: tl.tensor,
+    inverse_v_scale: tl.tensor,
     qkv_token_stride: tl.tensor,
     qkv_head_stride: tl.tensor,
     cos_sin_stride: tl.tensor,
@@ -110,6 +120,7 @@ def _rotate_and_store_kernel(
     half: tl.constexpr,
     block_size: tl.constexpr,
     has_norm: tl.constexpr,
+    is_fp8: tl.constexpr,
     block_h: tl.constexpr,
     block_r: tl.constexpr,
     overlaps: tl.constexpr,
@@ -164,6 +175,7 @@ def _rotate_and_store_kernel(
         )
         slot_ptr = key_cache_ptr + block * key_block_stride + offset * key_offset_stride
         target_ptr = slot_ptr + head * key_head_stride + pair
+        inverse_scale = inverse_k_scale
     else:
         head = (part - num_kv_parts) * block_h + h
         inside = (head < num_kv_heads) & (pair < half)
@@ -172,8 +184,9 @@ def _rotate_and_store_kernel(
         second = tl.load(source_ptr + half, mask=inside, other=0.0)
         slot_ptr = value_cache_ptr + block * value_block_stride + offset * value_offset_stride
         target_ptr = slot_ptr + head * value_head_stride + pair
-    tl.store(target_ptr, first, mask=inside)
-    tl.store(target_ptr + half, second, mask=inside)
+        inverse_scale = inverse_v_scale
+    store_in_cache(target_ptr, first, inverse_scale, inside, is_fp8)
+    store_in_cache(target_ptr + half, second, inverse_scale, inside, is_fp8)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
