@@ -66,6 +66,7 @@ def parse_arguments() -> argparse.Namespace:
         help="afterwards, trace 100 steady decode steps",
     )
     parser.add_argument("--attention-backend", default="auto")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="auto, or fp8")
     parser.add_argument("--block-size", type=int)
     parser.add_argument("--scheduling-policy", default="mixed")
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
@@ -108,6 +109,7 @@ def main() -> None:
             "max_model_len": 4096,
             "skip_tokenizer_init": True,
             "attention_backend": arguments.attention_backend,
+            "kv_cache_dtype": arguments.kv_cache_dtype,
             "block_size": arguments.block_size,
             "scheduling_policy": arguments.scheduling_policy,
             "max_num_batched_tokens": arguments.max_num_batched_tokens,

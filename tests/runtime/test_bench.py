@@ -26,6 +26,7 @@ from nv_runtime.llm import LLM
 
 pytestmark = pytest.mark.slow
 
+BF16 = {"dtype": torch.bfloat16, "kv_cache_dtype": torch.bfloat16}
 H200 = DeviceRates(bytes_per_s=4.25e12, flops_per_s=790e12)
 
 
@@ -50,7 +51,7 @@ def test_the_floor_of_nano_vllms_benchmark_is_the_one_worked_out_by_hand(
     assert (workload.num_prompt_tokens, workload.num_output_tokens) == (142_827, 133_966)
     with materialised(shape) as (path, _):
         config = open_checkpoint(path).config
-    floor = workload_floor(config, workload.lengths, dtype=torch.bfloat16, rates=H200)
+    floor = workload_floor(config, workload.lengths, **BF16, rates=H200)
     assert workload.num_output_tokens / floor.total_s == pytest.approx(tokens_per_s, rel=0.01)
 
 
@@ -58,12 +59,14 @@ def test_the_floor_of_a_decode_step() -> None:
     with materialised("qwen3-8b") as (path, _):
         config = open_checkpoint(path).config
     weights_s, kv_s = decode_floor_s(
-        config, dtype=torch.bfloat16, rates=H200, num_seqs=64, num_context_tokens=64 * 1024
+        config, **BF16, rates=H200, num_seqs=64, num_context_tokens=64 * 1024
     )
     assert 1e3 * (weights_s + kv_s) == pytest.approx(5.835, rel=0.001)
-    many_s, _ = decode_floor_s(
-        config, dtype=torch.bfloat16, rates=H200, num_seqs=1000, num_context_tokens=0
-    )
+    half_kv = {**BF16, "kv_cache_dtype": torch.float8_e4m3fn}
+    assert decode_floor_s(
+        config, **half_kv, rates=H200, num_seqs=64, num_context_tokens=64 * 1024
+    ) == (weights_s, kv_s / 2)
+    many_s, _ = decode_floor_s(config, **BF16, rates=H200, num_seqs=1000, num_context_tokens=0)
     # 2 * 1000 * 7.568e9 operations, more than the time of reading the weights
     assert many_s == pytest.approx(2 * 1000 * 7.568e9 / 790e12, rel=0.001)
 

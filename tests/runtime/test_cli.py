@@ -224,6 +224,7 @@ def test_engine_flags_reach_the_engine_and_absent_ones_do_not(nv: Run) -> None:
     flags += "--max-num-batched-tokens 128 --block-size 16 --num-gpu-blocks-override 100 "
     flags += "--gpu-memory-utilization 0.5 --kv-cache-memory-bytes 2GiB --tensor-parallel-size 1 "
     flags += "--enforce-eager --no-enable-prefix-caching --attention-backend torch "
+    flags += "--kv-cache-dtype fp8 "
     flags += "--scheduling-policy prefill_first --load-format dummy --generation-config vllm "
     flags += "--seed 3 --revision v1"
     nv("generate", "m", "p", *flags.split())
@@ -238,6 +239,7 @@ def test_engine_flags_reach_the_engine_and_absent_ones_do_not(nv: Run) -> None:
         "num_gpu_blocks_override": 100,
         "gpu_memory_utilization": 0.5,
         "kv_cache_memory_bytes": 2 * 1024**3,
+        "kv_cache_dtype": "fp8",
         "tensor_parallel_size": 1,
         "enforce_eager": True,
         "enable_prefix_caching": False,

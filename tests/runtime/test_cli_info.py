@@ -45,7 +45,7 @@ def test_parameters_are_those_of_the_model(tmp_path: Path, name: str) -> None:
     )
     model = load_model(checkpoint, device=device, dtype=torch.float32, attention_backend=backend)
     assert plan.count_parameters(config) * 4 == model.num_weight_bytes
-    facts = plan.gather_facts(checkpoint, torch.bfloat16)
+    facts = plan.gather_facts(checkpoint, torch.bfloat16, torch.bfloat16)
     assert facts.weight_bytes * 2 == model.num_weight_bytes
     assert facts.kv_bytes_per_token == 2 * 2 * config.num_layers * config.num_kv_heads * (
         config.head_dim
@@ -92,6 +92,21 @@ def test_json_holds_the_same_numbers(tmp_path: Path, capsys: pytest.CaptureFixtu
     left = min(left, 256 * 512 * 384)
     assert fit["kv_cache_bytes"] == left
     assert fit["num_kv_tokens"] == left // 384
+
+
+def test_an_fp8_cache_takes_half(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_checkpoint(tmp_path, TinySpec())
+    flags = ["--json", "--memory", "3GiB", "--dtype", "float16", "--kv-cache-dtype"]
+    plain, fp8 = (
+        json.loads(run_info(capsys, str(tmp_path), *flags, name)) for name in ("auto", "fp8")
+    )
+    assert plain["model"]["kv_cache_dtype"] == "float16"
+    assert fp8["model"]["kv_cache_dtype"] == "float8_e4m3fn"
+    assert fp8["model"]["kv_bytes_per_token"] == 192
+    assert fp8["model"]["weight_bytes"] == plain["model"]["weight_bytes"]
+    # All sequences at full length fit here, in half of the bytes.
+    assert fp8["fit"]["num_kv_tokens"] == plain["fit"]["num_kv_tokens"] == 256 * 512
+    assert 2 * fp8["fit"]["kv_cache_bytes"] == plain["fit"]["kv_cache_bytes"]
 
 
 def test_a_gpu_can_be_planned_for_where_there_is_none(

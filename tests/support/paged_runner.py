@@ -88,7 +88,14 @@ class PagedSequence:
 class PagedRunner:
     """Owns a KV pool of a model and computes steps over any mix of sequences."""
 
-    def __init__(self, model: CausalLM, *, block_size: int = 4, num_blocks: int = 64) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        *,
+        block_size: int = 4,
+        num_blocks: int = 64,
+        cache_dtype: torch.dtype | None = None,
+    ) -> None:
         self.model = model
         self.block_size = block_size
         head_dim = model.config.head_dim
@@ -96,10 +103,10 @@ class PagedRunner:
         shape = (num_blocks, block_size, model.num_kv_heads, head_dim)
 
         def poisoned() -> Tensor:
-            return torch.full(shape, torch.nan, dtype=model.dtype, device=device)
+            return torch.full(shape, torch.nan, dtype=cache_dtype or model.dtype, device=device)
 
         self.kv_caches = [
-            LayerKVCache(poisoned(), poisoned()) for _ in range(model.config.num_layers)
+            LayerKVCache(poisoned(), poisoned(), *scales) for scales in model.kv_scales
         ]
         self.device = device
         # Odd ids first, then even ones: consecutive blocks of a sequence are never neighbours.

@@ -54,7 +54,17 @@ def test_shapes_have_the_published_number_of_parameters(name: str, num_parameter
 
 def test_kv_bytes_of_a_token() -> None:
     assert find_model("llama-3-8b").kv_bytes_per_token == 131_072
-    assert find_model("qwen3-0.6b").kv_bytes_per_token == 114_688
+    small = find_model("qwen3-0.6b")
+    assert small.kv_bytes_per_token == 114_688
+    fp8 = replace(small, kv_dtype_bytes=1)
+    assert fp8.kv_bytes_per_token == 57_344
+    assert fp8.weight_bytes == small.weight_bytes
+    # As a log holds them, and as one from before the field existed does.
+    assert ModelShape.from_header(fp8.as_dict()) == fp8
+    old = {name: value for name, value in small.as_dict().items() if name != "kv_dtype_bytes"}
+    assert ModelShape.from_header(old) == small
+    with pytest.raises(ConfigError, match="kv_dtype_bytes must be an integer of at least 1"):
+        replace(small, kv_dtype_bytes=0)
 
 
 def test_a_shape_from_a_config_of_the_hub() -> None:

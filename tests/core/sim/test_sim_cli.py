@@ -233,6 +233,9 @@ def test_plan_says_what_fits(nv_sim: Run) -> None:
     assert "128.00 KiB" in out
     assert "20 requests of azure-conversation" in out
     assert "ITL mean / p50 / p99" in out
+    status, out, _ = nv_sim("plan", "llama-3-8b", "--gpu", "h100", "-n", 20, "--kv-cache-dtype=fp8")
+    assert "14.96 GiB" in out
+    assert "64.00 KiB" in out
     status, out, _ = nv_sim("plan", "llama-3-70b", "--gpu", "h100")
     assert status == 0
     assert "It does not fit." in out

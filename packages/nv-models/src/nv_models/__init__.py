@@ -9,6 +9,7 @@ from nv_models.config import DTYPES, ModelConfig
 from nv_models.decoder import CausalLM
 from nv_models.errors import UnsupportedModelError, WeightError
 from nv_models.gguf_metadata import GGUFTokenizerData
+from nv_models.kv_scales import KVScales
 from nv_models.loader import LOAD_FORMATS, LoadFormat, load_model
 from nv_models.parallel import (
     SINGLE_RANK,
@@ -28,6 +29,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointTensor",
     "GGUFTokenizerData",
+    "KVScales",
     "LoadFormat",
     "ModelConfig",
     "RopeConfig",

@@ -232,7 +232,7 @@ def _refuse_unsupported_features(
 ) -> None:
     values = ConfigValues(raw, source)
     quantization = values.mapping("quantization_config")
-    if quantization:
+    if quantization and not _quantises_only_the_kv_cache(quantization):
         method = quantization.get("quant_method", "unknown method")
         raise UnsupportedModelError(
             f"quantised weights ({method}) are not supported: {source} has a quantization_config. "
@@ -253,6 +253,15 @@ def _refuse_unsupported_features(
             f"bidirectional attention is not supported (is_causal is false in {source})"
         )
     _refuse_sliding_window(raw, architecture, num_layers, source)
+
+
+def _quantises_only_the_kv_cache(quantization: Mapping[str, Any]) -> bool:
+    """Whether the weights are plain, and scales for an fp8 cache came with them."""
+    return (
+        quantization.get("quant_method") == "compressed-tensors"
+        and not quantization.get("config_groups")
+        and bool(quantization.get("kv_cache_scheme"))
+    )
 
 
 def _refuse_sliding_window(

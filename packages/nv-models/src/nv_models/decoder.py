@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from nv_kernels import AttentionBackend, AttentionMetadata, LayerKVCache
     from nv_models.config import ModelConfig
+    from nv_models.kv_scales import KVScales
     from nv_models.layers.rotary import StepRotary
     from nv_models.weight_target import TensorTarget
 
@@ -111,6 +112,8 @@ class CausalLM(nn.Module):
         max_model_len: As given, or what None means.
         num_heads: Number of query heads of this rank.
         num_kv_heads: Number of key/value heads of this rank: those that its KV caches hold.
+        kv_scales: What an fp8 KV cache of each layer is to be made with: factors of keys and of
+            values. `load_model` reads them if it is told to; they are 1 without.
 
     Raises:
         ConfigError: The model cannot be shared by this number of ranks, or `max_model_len` is
@@ -140,6 +143,7 @@ class CausalLM(nn.Module):
         if max_model_len < 1:
             raise ConfigError(f"max_model_len must be at least 1, got {max_model_len}")
         self.max_model_len = max_model_len
+        self.kv_scales: KVScales = ((1.0, 1.0),) * config.num_layers
         self.embedding = VocabParallelEmbedding(
             config.vocab_size, config.hidden_size, placement=placement
         )

@@ -19,6 +19,7 @@ from nv_models.config import DTYPES
 from nv_models.decoder import CausalLM
 from nv_models.dummy_weights import fill_dummy_weights
 from nv_models.errors import WeightError
+from nv_models.kv_scales import is_scale_name, read_kv_scales
 from nv_models.parallel import SINGLE_RANK, TensorParallel
 from nv_models.staging import StagedCopies
 
@@ -51,6 +52,7 @@ def load_model(
     load_format: LoadFormat = "auto",
     max_model_len: int | None = None,
     seed: int = 0,
+    load_kv_scales: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> CausalLM:
     """Builds the model of a checkpoint and fills its weights.
@@ -65,6 +67,8 @@ def load_model(
             "dummy" reads no weights and draws random ones.
         max_model_len: Longest sequence in tokens; None means what the model declares.
         seed: Seed of "dummy".
+        load_kv_scales: Whether to read the scales of an fp8 KV cache into `model.kv_scales`, where
+            the checkpoint has any. A cache of the model's dtype takes none.
         on_progress: Called with (bytes done, bytes in all) after each tensor. Counts bytes on disk,
             which all ranks count alike whatever their share; for "dummy", bytes of weights.
 
@@ -98,6 +102,8 @@ def load_model(
         fill_dummy_weights(model, seed=seed, on_progress=on_progress)
     else:
         _fill_from_checkpoint(model, checkpoint, on_progress)
+        if load_kv_scales:
+            model.kv_scales = read_kv_scales(checkpoint, checkpoint.config.num_layers)
     logger.info(
         "loaded %s from %s: %.2f GiB of weights on %s",
         checkpoint.config.architecture,
@@ -192,7 +198,7 @@ def _match(
             shape = infos[name].shape
             if shape != target.shape:
                 misshapen.append(f"{name} (expected {_shape(target.shape)}, got {_shape(shape)})")
-    unused = [name for name in infos if name not in plan and not _HARMLESS_EXTRAS.fullmatch(name)]
+    unused = [name for name in infos if name not in plan and not _is_harmless(name)]
     problems = []
     if missing:
         problems.append(f"missing tensors: {_names(missing)}")
@@ -206,6 +212,11 @@ def _match(
             f"{_advice(missing, unused)}"
         )
     return plan
+
+
+def _is_harmless(name: str) -> bool:
+    """Whether a tensor may be there although no weight is filled from it."""
+    return _HARMLESS_EXTRAS.fullmatch(name) is not None or is_scale_name(name)
 
 
 def _advice(missing: list[str], unused: list[str]) -> str:

@@ -70,6 +70,7 @@ _OPTIONS_OF_ALL_RANKS = (
     "max_model_len",
     "max_num_seqs",
     "max_num_batched_tokens",
+    "kv_cache_dtype",
     "tensor_parallel_size",
     "enforce_eager",
     "graph_capture",
@@ -109,7 +110,8 @@ class RankPart:
     Attributes:
         runner: Runs steps with this rank's share of the model.
         model: That share.
-        dtype: Of weights, activations and KV cache.
+        dtype: Of weights and activations.
+        kv_cache_dtype: Of the KV cache.
         block_size: Tokens per KV block.
         num_blocks: KV blocks, the same on every rank.
         max_model_len: Most tokens of one sequence.
@@ -118,6 +120,7 @@ class RankPart:
     runner: ModelRunner
     model: CausalLM
     dtype: torch.dtype
+    kv_cache_dtype: torch.dtype
     block_size: int
     num_blocks: int
     max_model_len: int
@@ -182,10 +185,13 @@ def build_rank(
     times = times or StartTimes(IMPORT_SECONDS)
     model_config = checkpoint.config
     dtype = config.resolve_dtype(model_config.dtype, device)
+    kv_cache_dtype = config.resolve_kv_cache_dtype(dtype)
     max_model_len = _resolve_max_model_len(config, model_config)
     if agreement is not None:
         agreement.require_equal(_facts(config, checkpoint, dtype=dtype))
-    backend, block_size = _select_backend(config, model_config, device=device, dtype=dtype)
+    backend, block_size = _select_backend(
+        config, model_config, device=device, dtype=dtype, kv_cache_dtype=kv_cache_dtype
+    )
     times.end("attention backend", backend.name)
     model = _load(
         checkpoint,
@@ -195,6 +201,7 @@ def build_rank(
         max_model_len=max_model_len,
         device=device,
         dtype=dtype,
+        load_kv_scales=kv_cache_dtype != dtype,
     )
     if device.type == "cuda":
         # Otherwise the last copies would count as the next phase's.
@@ -206,7 +213,7 @@ def build_rank(
         num_kv_heads=model.num_kv_heads,
         head_dim=model_config.head_dim,
         block_size=block_size,
-        dtype=dtype,
+        dtype=kv_cache_dtype,
     )
     num_blocks = size_kv_cache(
         spec,
@@ -233,7 +240,7 @@ def build_rank(
     if config.max_model_len == "auto" and num_blocks * block_size < max_model_len:
         max_model_len = num_blocks * block_size
         logger.info("max_model_len=%d: what the KV cache holds", max_model_len)
-    kv_caches = allocate_kv_cache(spec, num_blocks, device=device)
+    kv_caches = allocate_kv_cache(spec, num_blocks, device=device, scales=model.kv_scales)
     times.end(
         "KV cache",
         f"{num_blocks} blocks of {block_size} tokens, {num_blocks * spec.block_bytes / 1e9:.2f} GB",
@@ -252,7 +259,7 @@ def build_rank(
             _default_sampling_params(config, checkpoint), model_config.vocab_size
         ),
     )
-    return RankPart(runner, model, dtype, block_size, num_blocks, max_model_len)
+    return RankPart(runner, model, dtype, kv_cache_dtype, block_size, num_blocks, max_model_len)
 
 
 def _build_engine(
@@ -309,6 +316,7 @@ def _build_engine(
             scheduler,
             model_config,
             dtype=part.dtype,
+            kv_cache_dtype=part.kv_cache_dtype,
             device=device,
             num_steps_ahead=num_steps_ahead,
         )
@@ -407,7 +415,12 @@ def _resolve_max_model_len(config: EngineConfig, model_config: ModelConfig) -> i
 
 
 def _select_backend(
-    config: EngineConfig, model_config: ModelConfig, *, device: torch.device, dtype: torch.dtype
+    config: EngineConfig,
+    model_config: ModelConfig,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_cache_dtype: torch.dtype,
 ) -> tuple[AttentionBackend, int]:
     """Picks backend and block size together: each may restrict the other."""
     num_heads, num_kv_heads = heads_per_rank(model_config, config.tensor_parallel_size)
@@ -417,6 +430,7 @@ def _select_backend(
             name,
             device=device,
             dtype=dtype,
+            cache_dtype=kv_cache_dtype,
             head_dim=model_config.head_dim,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
@@ -444,6 +458,7 @@ def _load(
     max_model_len: int,
     device: torch.device,
     dtype: torch.dtype,
+    load_kv_scales: bool,
 ) -> CausalLM:
     with tqdm(
         desc="Loading weights",
@@ -466,6 +481,7 @@ def _load(
             load_format=config.load_format,
             max_model_len=max_model_len,
             seed=config.seed,
+            load_kv_scales=load_kv_scales,
             on_progress=on_progress,
         )
     model.pack_weights()

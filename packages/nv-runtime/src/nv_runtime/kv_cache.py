@@ -13,7 +13,7 @@ import torch
 
 from nv_core import CapacityError
 from nv_kernels import LayerKVCache
-from nv_models import ModelConfig
+from nv_models import KVScales, ModelConfig
 from nv_runtime.step_memory import StepMemory
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class KVCacheSpec:
         num_kv_heads: Key/value heads of this rank.
         head_dim: Elements per head.
         block_size: Tokens per block.
-        dtype: Of keys and values.
+        dtype: Of keys and values in the cache.
     """
 
     num_layers: int
@@ -58,7 +58,12 @@ class KVCacheSpec:
 
 
 def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes that one token's keys and values take in all layers of a whole model."""
+    """Bytes that one token's keys and values take in all layers of a whole model.
+
+    Args:
+        config: The model.
+        dtype: Of the cache.
+    """
     spec = KVCacheSpec(
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
@@ -143,7 +148,7 @@ def size_kv_cache(
 
 
 def allocate_kv_cache(
-    spec: KVCacheSpec, num_blocks: int, *, device: torch.device
+    spec: KVCacheSpec, num_blocks: int, *, device: torch.device, scales: KVScales | None = None
 ) -> tuple[LayerKVCache, ...]:
     """Allocates the pool.
 
@@ -154,6 +159,7 @@ def allocate_kv_cache(
         spec: Shape of the pool.
         num_blocks: Number of blocks.
         device: Where it goes.
+        scales: Factors of each layer's keys and values, if the pool is fp8; None for 1.
 
     Returns:
         One cache per layer, each [num_blocks, block_size, num_kv_heads, head_dim] (a view of
@@ -177,7 +183,12 @@ def allocate_kv_cache(
             f"the device cannot allocate {num_blocks} KV blocks of {spec.block_bytes} bytes; "
             "lower num_gpu_blocks_override, kv_cache_memory_bytes or gpu_memory_utilization"
         ) from error
-    return tuple(LayerKVCache(*(half.transpose(1, 2) for half in layer)) for layer in storage)
+    return tuple(
+        LayerKVCache(key.transpose(1, 2), value.transpose(1, 2), k_scale, v_scale)
+        for (key, value), (k_scale, v_scale) in zip(
+            storage, scales or ((1.0, 1.0),) * spec.num_layers, strict=True
+        )
+    )
 
 
 def _available_cuda_bytes(

@@ -112,6 +112,7 @@ def make_header(
     model_config: ModelConfig,
     *,
     dtype: torch.dtype,
+    kv_cache_dtype: torch.dtype,
     device: torch.device,
     num_steps_ahead: int,
 ) -> LogHeader:
@@ -120,7 +121,8 @@ def make_header(
     Args:
         scheduler: Gives the limits.
         model_config: The model; its shape goes into the log, so that a latency model can be fitted.
-        dtype: Of weights and KV cache.
+        dtype: Of weights and activations.
+        kv_cache_dtype: Of the KV cache.
         device: What runs it.
         num_steps_ahead: As of the engine.
     """
@@ -136,6 +138,7 @@ def make_header(
         "vocab_size": model_config.vocab_size,
         "tie_word_embeddings": model_config.tie_word_embeddings,
         "dtype_bytes": dtype.itemsize,
+        "kv_dtype_bytes": kv_cache_dtype.itemsize,
     }
     return LogHeader.of(
         scheduler.config,

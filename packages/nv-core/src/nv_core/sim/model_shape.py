@@ -23,7 +23,8 @@ class ModelShape:
         head_dim: Elements of a head.
         vocab_size: Token ids.
         tie_word_embeddings: Whether the LM head is the embedding.
-        dtype_bytes: Bytes of an element of weights and KV cache.
+        dtype_bytes: Bytes of an element of weights and activations.
+        kv_dtype_bytes: Bytes of an element of the KV cache; None for as many.
     """
 
     name: str
@@ -36,11 +37,14 @@ class ModelShape:
     vocab_size: int
     tie_word_embeddings: bool = False
     dtype_bytes: int = 2
+    kv_dtype_bytes: int | None = None
 
     def __post_init__(self) -> None:
         """Checks every size."""
         for field in fields(self):
             value = getattr(self, field.name)
+            if field.name == "kv_dtype_bytes" and value is None:
+                continue
             if field.name not in ("name", "tie_word_embeddings") and (
                 not isinstance(value, int) or value < 1
             ):
@@ -148,7 +152,8 @@ class ModelShape:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of keys and values that one token takes in all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype_bytes
+        elements = 2 * self.num_layers * self.num_kv_heads * self.head_dim
+        return elements * (self.kv_dtype_bytes or self.dtype_bytes)
 
 
 def _qwen3(

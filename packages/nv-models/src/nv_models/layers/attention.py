@@ -89,6 +89,8 @@ class Attention(nn.Module):
             query_weight=None if self.q_norm is None else self.q_norm.weight,
             key_weight=None if self.k_norm is None else self.k_norm.weight,
             eps=self.norm_eps,
+            k_scale=kv_cache.k_scale,
+            v_scale=kv_cache.v_scale,
             derived=metadata.derived,
         )
         attended = self.backend.attend(query, kv_cache, metadata, scale=self.scale)

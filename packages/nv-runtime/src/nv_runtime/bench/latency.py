@@ -8,7 +8,7 @@ from statistics import mean, median, quantiles
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from nv_runtime.bench.roofline import DeviceRates, workload_floor
+from nv_runtime.bench.roofline import DeviceRates, floor_of
 
 if TYPE_CHECKING:
     from nv_runtime.bench.workload import Workload
@@ -60,9 +60,7 @@ def run_latency(llm: LLM, workload: Workload, *, rates: DeviceRates | None) -> L
     end = perf_counter()
     floor_s = None
     if rates is not None:
-        dtype = llm.config.resolve_dtype(llm.model_config.dtype, llm.config.resolve_device())
-        floor = workload_floor(llm.model_config, workload.lengths, dtype=dtype, rates=rates)
-        floor_s = floor.total_s
+        floor_s = floor_of(llm, workload, rates=rates).total_s
     return LatencyRun(
         ttft_s=first - start,
         total_s=end - start,

@@ -20,13 +20,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 import torch
 
 from nv_models import ModelConfig
 from nv_runtime.kv_cache import kv_bytes_per_token
 
-__all__ = ["DeviceRates", "Floor", "decode_floor_s", "measure_rates", "workload_floor"]
+if TYPE_CHECKING:
+    from nv_runtime.bench.workload import Workload
+    from nv_runtime.llm import LLM
+
+__all__ = [
+    "DeviceRates",
+    "Floor",
+    "decode_floor_s",
+    "floor_of",
+    "measure_rates",
+    "workload_floor",
+]
 
 _COPY_BYTES = {"cuda": 2**30, "cpu": 2**26}
 _MATMUL_SIZE = {"cuda": 8192, "cpu": 1024}
@@ -80,7 +92,7 @@ class _ModelCosts:
     kv_token_bytes: int
 
 
-def _costs_of(config: ModelConfig, dtype: torch.dtype) -> _ModelCosts:
+def _costs_of(config: ModelConfig, kv_cache_dtype: torch.dtype) -> _ModelCosts:
     query = config.num_heads * config.head_dim
     key_and_value = 2 * config.num_kv_heads * config.head_dim
     attention = config.hidden_size * (2 * query + key_and_value)
@@ -89,7 +101,7 @@ def _costs_of(config: ModelConfig, dtype: torch.dtype) -> _ModelCosts:
         body_params=config.num_layers * (attention + mlp),
         head_params=config.vocab_size * config.hidden_size,
         attention_flops=4 * query * config.num_layers,
-        kv_token_bytes=kv_bytes_per_token(config, dtype),
+        kv_token_bytes=kv_bytes_per_token(config, kv_cache_dtype),
     )
 
 
@@ -97,6 +109,7 @@ def decode_floor_s(
     config: ModelConfig,
     *,
     dtype: torch.dtype,
+    kv_cache_dtype: torch.dtype,
     rates: DeviceRates,
     num_seqs: int,
     num_context_tokens: int,
@@ -105,7 +118,8 @@ def decode_floor_s(
 
     Args:
         config: The model.
-        dtype: Of weights and cache.
+        dtype: Of weights.
+        kv_cache_dtype: Of keys and values in the cache.
         rates: What the device does.
         num_seqs: Requests in the step.
         num_context_tokens: Tokens that they have in the cache, all together.
@@ -113,7 +127,7 @@ def decode_floor_s(
     Returns:
         Seconds for weights, and for keys and values.
     """
-    costs = _costs_of(config, dtype)
+    costs = _costs_of(config, kv_cache_dtype)
     params = costs.body_params + costs.head_params
     weights_s = max(
         params * dtype.itemsize / rates.bytes_per_s, 2 * num_seqs * params / rates.flops_per_s
@@ -126,6 +140,7 @@ def workload_floor(
     lengths: Sequence[tuple[int, int]],
     *,
     dtype: torch.dtype,
+    kv_cache_dtype: torch.dtype,
     rates: DeviceRates,
 ) -> Floor:
     """Floor of a workload whose requests all start at once.
@@ -133,10 +148,11 @@ def workload_floor(
     Args:
         config: The model.
         lengths: (prompt tokens, output tokens) of each request; no prefix is shared.
-        dtype: Of weights and cache.
+        dtype: Of weights.
+        kv_cache_dtype: Of keys and values in the cache.
         rates: What the device does.
     """
-    costs = _costs_of(config, dtype)
+    costs = _costs_of(config, kv_cache_dtype)
     num_prompt_tokens = sum(num_prompt for num_prompt, _ in lengths)
     pairs = sum(num_prompt * (num_prompt + 1) // 2 for num_prompt, _ in lengths)
     flops = 2 * (costs.body_params * num_prompt_tokens + costs.head_params * len(lengths))
@@ -149,6 +165,7 @@ def workload_floor(
         step_weights_s, step_kv_s = decode_floor_s(
             config,
             dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
             rates=rates,
             num_seqs=len(contexts),
             num_context_tokens=sum(contexts),
@@ -156,6 +173,18 @@ def workload_floor(
         weights_s += step_weights_s
         kv_s += step_kv_s
     return Floor(prefill_s=prefill_s, weights_s=weights_s, kv_s=kv_s)
+
+
+def floor_of(llm: LLM, workload: Workload, *, rates: DeviceRates) -> Floor:
+    """Floor of a workload on a loaded model, in the dtypes that it runs in."""
+    dtype = llm.config.resolve_dtype(llm.model_config.dtype, llm.config.resolve_device())
+    return workload_floor(
+        llm.model_config,
+        workload.lengths,
+        dtype=dtype,
+        kv_cache_dtype=llm.config.resolve_kv_cache_dtype(dtype),
+        rates=rates,
+    )
 
 
 def measure_rates(device: torch.device, dtype: torch.dtype) -> DeviceRates:

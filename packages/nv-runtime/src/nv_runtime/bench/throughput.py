@@ -8,7 +8,7 @@ from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from nv_runtime.bench.roofline import DeviceRates, workload_floor
+from nv_runtime.bench.roofline import DeviceRates, floor_of
 from nv_runtime.bench.steps import record_steps, summarise_steps
 
 if TYPE_CHECKING:
@@ -84,16 +84,13 @@ def run_throughput(
         rates: What the device does; None for no roofline.
         use_tqdm: Whether to show a progress bar.
     """
-    device = llm.config.resolve_device()
     with record_steps(llm.llm_engine) as steps:
         start = perf_counter()
         outputs = llm.generate(workload.prompts, workload.sampling_params, use_tqdm=use_tqdm)
         elapsed_s = perf_counter() - start
     floor_s = None
     if rates is not None:
-        dtype = llm.config.resolve_dtype(llm.model_config.dtype, device)
-        floor = workload_floor(llm.model_config, workload.lengths, dtype=dtype, rates=rates)
-        floor_s = floor.total_s
+        floor_s = floor_of(llm, workload, rates=rates).total_s
     return ThroughputRun(
         elapsed_s=elapsed_s,
         num_prompt_tokens=workload.num_prompt_tokens,

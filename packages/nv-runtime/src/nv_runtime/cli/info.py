@@ -22,6 +22,7 @@ __all__ = ["info"]
 @click.argument("model")
 @click.option("--revision", help="Branch, tag or commit on the Hub.")
 @click.option("--dtype", default="auto", help="auto, bfloat16, float16 or float32.")
+@click.option("--kv-cache-dtype", default="auto", help="auto, or fp8 for half the memory.")
 @click.option("--device", default="auto", help="auto, cpu, cuda or cuda:N.")
 @click.option(
     "--memory",
@@ -43,6 +44,7 @@ def info(
     model: str,
     revision: str | None,
     dtype: str,
+    kv_cache_dtype: str,
     device: str,
     memory: int | None,
     gpu_memory_utilization: float,
@@ -61,13 +63,17 @@ def info(
     from nv_runtime.hub import resolve_model
 
     engine = EngineConfig(
-        model=model, dtype=dtype, device=device, gpu_memory_utilization=gpu_memory_utilization
+        model=model,
+        dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype,
+        device=device,
+        gpu_memory_utilization=gpu_memory_utilization,
     )
     checkpoint = open_checkpoint(resolve_model(model, revision=revision, with_weights=False))
     # A size of memory stands for a GPU, which need not be here.
     target = torch.device("cuda") if memory is not None else engine.resolve_device()
     loaded_dtype = engine.resolve_dtype(checkpoint.config.dtype, target)
-    facts = gather_facts(checkpoint, loaded_dtype)
+    facts = gather_facts(checkpoint, loaded_dtype, engine.resolve_kv_cache_dtype(loaded_dtype))
     fit = fit_memory(
         checkpoint.config, engine, device=target, dtype=loaded_dtype, memory_bytes=memory
     )
@@ -130,7 +136,7 @@ def _shape_rows(facts: ModelFacts) -> list[tuple[str, str]]:
 def _memory_rows(facts: ModelFacts, fit: Fit) -> list[tuple[str, str]]:
     return [
         ("weights", f"{_size(facts.weight_bytes)} in {facts.dtype}"),
-        ("KV cache per token", _size(facts.kv_bytes_per_token)),
+        ("KV cache per token", f"{_size(facts.kv_bytes_per_token)} in {facts.kv_cache_dtype}"),
         (
             "KV cache of one full context",
             _size(facts.kv_bytes_per_token * facts.max_position_embeddings),

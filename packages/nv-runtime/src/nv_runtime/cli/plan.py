@@ -46,6 +46,7 @@ class ModelFacts:
         tie_word_embeddings: Whether the LM head is the embedding.
         dtype: Dtype that the weights would be loaded in.
         weight_bytes: Bytes of the weights in that dtype.
+        kv_cache_dtype: Dtype of the KV cache.
         kv_bytes_per_token: Bytes of keys and values that one token takes in all layers.
     """
 
@@ -65,6 +66,7 @@ class ModelFacts:
     tie_word_embeddings: bool
     dtype: str
     weight_bytes: int
+    kv_cache_dtype: str
     kv_bytes_per_token: int
 
 
@@ -94,12 +96,15 @@ def count_parameters(config: ModelConfig) -> int:
     return config.num_layers * config.num_layer_weights + embeddings + hidden
 
 
-def gather_facts(checkpoint: Checkpoint, dtype: torch.dtype) -> ModelFacts:
+def gather_facts(
+    checkpoint: Checkpoint, dtype: torch.dtype, kv_cache_dtype: torch.dtype
+) -> ModelFacts:
     """Collects what a checkpoint says, without reading weights.
 
     Args:
         checkpoint: The checkpoint; its weight files may be missing.
         dtype: What the weights would be loaded in.
+        kv_cache_dtype: What keys and values would be cached in.
     """
     config = checkpoint.config
     try:
@@ -124,10 +129,15 @@ def gather_facts(checkpoint: Checkpoint, dtype: torch.dtype) -> ModelFacts:
         vocab_size=config.vocab_size,
         max_position_embeddings=config.max_position_embeddings,
         tie_word_embeddings=config.tie_word_embeddings,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=_name(dtype),
         weight_bytes=num_parameters * dtype.itemsize,
-        kv_bytes_per_token=kv_bytes_per_token(config, dtype),
+        kv_cache_dtype=_name(kv_cache_dtype),
+        kv_bytes_per_token=kv_bytes_per_token(config, kv_cache_dtype),
     )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def fit_memory(
@@ -142,13 +152,13 @@ def fit_memory(
 
     Args:
         config: The model.
-        engine: The limits and the share of memory.
+        engine: The limits, the share of memory and the dtype of the KV cache.
         device: Where it would run.
-        dtype: Of weights, activations and KV cache.
+        dtype: Of weights and activations.
         memory_bytes: Size of a GPU to plan for; None for what `device` has now.
     """
     weight_bytes = count_parameters(config) * dtype.itemsize
-    token_bytes = kv_bytes_per_token(config, dtype)
+    token_bytes = kv_bytes_per_token(config, engine.resolve_kv_cache_dtype(dtype))
     reserve = estimate_step_memory(
         config,
         dtype=dtype,

@@ -116,7 +116,7 @@ def checkpoint_facts(checkpoint: Checkpoint) -> Facts:
 
 
 def weight_facts(model: CausalLM) -> Facts:
-    """Describes the weights that every rank holds whole: those of the norms.
+    """Describes what every rank holds whole: the weights of the norms, and the cache's scales.
 
     They tell a checkpoint from another of the same shapes.
     """
@@ -125,7 +125,10 @@ def weight_facts(model: CausalLM) -> Facts:
         if name.endswith("norm.weight"):
             values = parameter.detach().cpu().contiguous().view(torch.uint8).numpy()
             checksum = zlib.crc32(values.tobytes(), zlib.crc32(name.encode(), checksum))
-    return {"norm weights checksum": checksum}
+    return {
+        "norm weights checksum": checksum,
+        "KV cache scales checksum": zlib.crc32(repr(model.kv_scales).encode()),
+    }
 
 
 @cache

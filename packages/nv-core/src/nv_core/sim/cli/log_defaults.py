@@ -24,7 +24,7 @@ _LIMITS = {
 }
 """Fields of the header by the option that they stand for."""
 
-_MACHINE = ("model", "gpu", "tensor_parallel_size")
+_MACHINE = ("model", "kv_cache_dtype", "gpu", "tensor_parallel_size")
 """Options that decide how many blocks there are; with one of them given, the log's pool is not."""
 
 

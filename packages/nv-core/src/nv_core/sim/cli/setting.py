@@ -6,7 +6,7 @@ import json
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -59,6 +59,7 @@ class Setting:
     rate: float | None
     seed: int
     model: str | ModelShape
+    kv_cache_dtype: str
     gpu: str
     tensor_parallel_size: int
     policy: str
@@ -85,7 +86,8 @@ class Setting:
     @property
     def shape(self) -> ModelShape:
         """The model."""
-        return load_shape(self.model) if isinstance(self.model, str) else self.model
+        shape = load_shape(self.model) if isinstance(self.model, str) else self.model
+        return replace(shape, kv_dtype_bytes=1) if self.kv_cache_dtype == "fp8" else shape
 
     @property
     def hardware(self) -> Hardware:
@@ -299,6 +301,13 @@ _OPTIONS = (
     click.option("--num-requests", "-n", type=_COUNT, help="Only so many requests."),
     click.option("--rate", type=float, help="Mean requests per second, instead of the trace's."),
     click.option("--seed", type=int, default=0, show_default=True),
+    click.option(
+        "--kv-cache-dtype",
+        type=click.Choice(["auto", "fp8"]),
+        default="auto",
+        show_default=True,
+        help="fp8 halves the KV cache of a model in bfloat16.",
+    ),
     click.option("--gpu", type=click.Choice(list(HARDWARE)), default="h200", show_default=True),
     click.option("--tensor-parallel-size", "--tp", type=_COUNT, default=1, show_default=True),
     click.option(
