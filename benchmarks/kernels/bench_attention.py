@@ -49,7 +49,8 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 FP8 = torch.float8_e4m3fn
 FP8_SCALES = (0.5, 2.0)
 ROTATION_BYTES = 1 << 30
-FLASH_ATTN_BLOCK_SIZE = 256
+BLOCK_SIZES = {"flash_attn": 256, "flash_attn_3": 128}
+"""Tokens per block of backends that need, or are made for, a certain size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,7 +202,7 @@ def main() -> int:
     all_good = True
     for case in cases:
         for name in options.backends:
-            block_size = FLASH_ATTN_BLOCK_SIZE if name == "flash_attn" else options.block_size
+            block_size = BLOCK_SIZES.get(name, options.block_size)
             settings: dict[str, Any] = {
                 "device": device,
                 "dtype": dtype,
@@ -234,7 +235,7 @@ def main() -> int:
 
 
 HEADER = (
-    f"{'case':30} {'backend':>10} {'us':>9} {'rate':>13} {'floor us':>9} {'must us':>8} "
+    f"{'case':30} {'backend':>12} {'us':>9} {'rate':>13} {'floor us':>9} {'must us':>8} "
     f"{'aim us':>7} {'':9} error"
 )
 
@@ -262,7 +263,7 @@ def report(
     must, aim = (f"{goal:.1f}" if goal else "" for goal in (case.must_us, case.aim_us))
     shown_error = "" if error is None else f"{error:.1e}"
     return (
-        f"{case.name:30} {backend:>10} {micros:9.1f} {rate:>13} {max(read_us, compute_us):9.1f} "
+        f"{case.name:30} {backend:>12} {micros:9.1f} {rate:>13} {max(read_us, compute_us):9.1f} "
         f"{must:>8} {aim:>7} {verdict:9} {shown_error}"
     )
 
@@ -276,14 +277,17 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if on_cuda else "cpu")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16" if on_cuda else "float32")
     parser.add_argument(
-        "--block-size", type=int, default=64, help="tokens; flash_attn always gets 256"
+        "--block-size",
+        type=int,
+        default=64,
+        help="tokens; flash_attn always gets 256, flash_attn_3 128",
     )
     parser.add_argument("--cases", nargs="*", help="parts of names; all cases if left out")
     parser.add_argument(
         "--backends",
         nargs="*",
-        default=["triton", "flash_attn"] if on_cuda else ["torch"],
-        choices=["torch", "triton", "flash_attn"],
+        default=["triton", "flash_attn", "flash_attn_3"] if on_cuda else ["torch"],
+        choices=["torch", "triton", "flash_attn", "flash_attn_3"],
     )
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--peak-tb-per-s", type=float, default=4.48)

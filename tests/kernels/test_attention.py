@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attention_problems import ATOL, Problem, metadata_of
+from attention_problems import ATOL, OPTIONAL_BACKENDS, Problem, metadata_of
 from kernel_oracles import (
     HAS_CUDA,
     HAS_TRITON,
@@ -33,7 +33,7 @@ from nv_kernels import AttentionMetadata, KernelInputError, LayerKVCache, paged_
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
-ALL_TARGETS = targets(gpu_backends=("torch", "triton", "flash_attn"))
+ALL_TARGETS = targets(gpu_backends=("torch", "triton", *OPTIONAL_BACKENDS))
 
 PROMPTS = ((5, 5), (1, 1), (17, 17))
 DECODES = ((1, 17), (1, 1), (1, 64), (1, 65), (1, 33))
@@ -43,7 +43,7 @@ MIXED = ((7, 7), (1, 20), (4, 19), (1, 1), (9, 70))
 
 def head_dim_for(target: Target, head_dim: int) -> int:
     """Small heads make small tests, but a small build of flash-attn knows none under 64."""
-    return 64 if target.backend == "flash_attn" else head_dim
+    return 64 if target.backend in OPTIONAL_BACKENDS else head_dim
 
 
 @pytest.mark.parametrize("target", ALL_TARGETS)
@@ -312,7 +312,7 @@ def test_pool_of_more_elements_than_int32_counts() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device")
-@pytest.mark.parametrize("backend", ["triton", "flash_attn"])
+@pytest.mark.parametrize("backend", ["triton", *OPTIONAL_BACKENDS])
 def test_captured_graph_replays_another_batch(backend: str) -> None:
     """Capture with four sequences, then replay with three and padding, in the same buffers."""
     torch.use_deterministic_algorithms(mode=False)  # filling fresh memory would hide in the capture

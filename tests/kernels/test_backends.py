@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -84,7 +85,7 @@ def test_import_needs_neither_triton_nor_flash_attn() -> None:
     """Blocks the optional packages, then runs every op on the CPU."""
     message = run_python(
         "import sys\n"
-        "for name in ('triton', 'flash_attn'): sys.modules[name] = None\n"
+        "for name in ('triton', 'flash_attn', 'flash_attn_interface'): sys.modules[name] = None\n"
         "import torch, nv_kernels as nk\n"
         "x, weight = torch.ones(3, 2, 8), torch.ones(8)\n"
         "metadata = nk.AttentionMetadata.from_lists([3], [3], [[1]], block_size=4)\n"
@@ -102,7 +103,8 @@ def test_import_needs_neither_triton_nor_flash_attn() -> None:
 def test_import_is_lazy() -> None:
     loaded = run_python(
         "import sys, nv_kernels\n"
-        "print([n for n in ('triton', 'flash_attn', 'nv_kernels.triton') if n in sys.modules])"
+        "optional = ('triton', 'flash_attn', 'flash_attn_interface', 'nv_kernels.triton')\n"
+        "print([n for n in optional if n in sys.modules])"
     )
     assert loaded == "[]"
 
@@ -117,9 +119,10 @@ def test_auto_on_cpu_is_torch() -> None:
 
 def test_every_backend_has_an_answer() -> None:
     reasons = available_attention_backends(**CPU)
-    assert list(reasons) == ["torch", "triton", "flash_attn"]
+    assert list(reasons) == ["torch", "triton", "flash_attn", "flash_attn_3"]
     assert reasons["torch"] is None
     assert reasons["flash_attn"] is not None
+    assert reasons["flash_attn_3"] is not None
 
 
 def test_a_backend_that_cannot_run_says_why_and_what_can() -> None:
@@ -129,6 +132,8 @@ def test_a_backend_that_cannot_run_says_why_and_what_can() -> None:
         select_attention_backend("flash_attn", **CPU)
     assert "pip install 'nv-kernels[flash-attn]'" in str(error.value)
     assert "Backends that can: torch" in str(error.value)
+    with pytest.raises(KernelInputError, match=r"flash_attn_interface cannot be imported .* build"):
+        select_attention_backend("flash_attn_3", **CPU)
 
 
 def test_unknown_attention_backend_names_the_nearest() -> None:
@@ -167,33 +172,44 @@ def test_limits_of_triton(change: dict[str, Any], reason: str | None) -> None:
     assert actual is None if reason is None else actual is not None and reason in actual
 
 
+HOPPER = (9, 0)
+FP8 = torch.float8_e4m3fn
+
+
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("backend", "change", "capability", "reason"),
     [
-        ({}, None),
-        ({"device": torch.device("cpu")}, "needs a CUDA device, not cpu"),
-        ({"dtype": torch.float32}, "float16 and bfloat16, not torch.float32"),
-        ({"cache_dtype": torch.float8_e4m3fn}, "reads no cache of torch.float8_e4m3fn, only of"),
-        ({"head_dim": 264}, "head_dim up to 256, not 264"),
-        ({"block_size": 128}, "multiple of 256, not 128"),
-        ({"capability": (7, 5)}, r"compute capability 8.0 or higher, and this device has (7, 5)"),
+        *(
+            (backend, change, HOPPER, reason)
+            for backend in ("flash_attn", "flash_attn_3")
+            for change, reason in (
+                ({}, None),
+                ({"device": torch.device("cpu")}, "needs a CUDA device, not cpu"),
+                ({"dtype": torch.float32}, "float16 and bfloat16, not torch.float32"),
+                ({"cache_dtype": FP8}, "reads no cache of torch.float8_e4m3fn, only of"),
+                ({"head_dim": 264}, "head_dim up to 256, not 264"),
+            )
+        ),
+        ("flash_attn", {"block_size": 128}, HOPPER, "multiple of 256, not 128"),
+        ("flash_attn", {}, (7, 5), "compute capability 8.0 or higher, and this device has (7, 5)"),
+        ("flash_attn_3", {"block_size": 24}, HOPPER, None),
+        ("flash_attn_3", {}, (8, 9), "compute capability 9.x (Hopper), and this device has (8, 9)"),
+        ("flash_attn_3", {}, (10, 0), "and this device has (10, 0)"),
     ],
 )
 def test_limits_of_flash_attn(
-    change: dict[str, Any], reason: str | None, monkeypatch: pytest.MonkeyPatch
+    backend: str,
+    change: dict[str, Any],
+    capability: tuple[int, int],
+    reason: str | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With the package and a device simulated, each limit has its own reason."""
-    from nv_kernels.attention import flash_attn_backend
-    from nv_kernels.attention.backend import AttentionShape
-
     shape = {**CPU, "device": torch.device("cuda"), "dtype": torch.bfloat16, "block_size": 512}
-    capability = change.get("capability", (9, 0))
-    shape.update({name: value for name, value in change.items() if name != "capability"})
-    monkeypatch.setattr(flash_attn_backend, "_import_error", lambda: None)
+    module = importlib.import_module(f"nv_kernels.attention.{backend}_backend")
+    monkeypatch.setattr(module, "_import_error", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    actual = flash_attn_backend.unavailable_reason(
-        AttentionShape(**{"cache_dtype": shape["dtype"], **shape})
-    )
+    actual = available_attention_backends(**{**shape, **change})[backend]
     assert actual is None if reason is None else actual is not None and reason in actual
 
 

@@ -1,57 +1,20 @@
 """The hand-over to the flash-attn package, with a stand-in that follows its documentation.
 
-The package needs a GPU; `test_attention.py` runs it where it exists. The stand-in demands what the
-real functions demand (dtypes, block size, one table row and length per sequence), computes what
-they document, and leaves rows of no sequence as fresh memory may be: NaN.
+The stand-in demands what the real functions demand (dtypes, block size, one table row and length
+per sequence), computes what they document, and leaves rows of no sequence as fresh memory may be:
+NaN.
 """
 
 from __future__ import annotations
 
-import sys
-import types
-from typing import TYPE_CHECKING
-
 import pytest
 import torch
+from torch import Tensor
 
 from attention_problems import ATOL, Problem
+from flash_attn_stand_in import attend_one, check_call, gather, put_in_place
 from kernel_oracles import Target, assert_close, make_batch
 from nv_kernels.attention.flash_attn_backend import FlashAttention2
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-
-def attend_one(
-    query: Tensor, keys: Tensor, values: Tensor, scale: float, *, causal: bool
-) -> Tensor:
-    """Attends with [num_queries, num_heads, head_dim] from the end of one sequence, in fp64."""
-    group = query.shape[1] // keys.shape[1]
-    wide_keys = keys.double().repeat_interleave(group, dim=1)
-    wide_values = values.double().repeat_interleave(group, dim=1)
-    scores = torch.einsum("qhd,khd->hqk", query.double(), wide_keys) * scale
-    if causal:
-        visible = torch.ones_like(scores[0], dtype=torch.bool)
-        scores.masked_fill_(~visible.tril(len(keys) - len(query)), float("-inf"))
-    weights = scores.softmax(dim=-1).nan_to_num(0.0)
-    return torch.einsum("hqk,khd->qhd", weights, wide_values).to(query.dtype)
-
-
-def check_call(query: Tensor, key: Tensor, value: Tensor, *indices: Tensor) -> None:
-    assert query.dtype in (torch.float16, torch.bfloat16)
-    assert query.dtype == key.dtype == value.dtype
-    assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
-    assert key.dim() == 4
-    assert key.shape[1] % 256 == 0
-    assert all(index.dtype == torch.int32 for index in indices)
-    assert all(index.is_contiguous() for index in indices if index.dim() == 1)
-    assert all(index.stride(-1) == 1 for index in indices)
-
-
-def gather(cache: Tensor, blocks: Tensor, length: int) -> Tensor:
-    return cache[blocks.clamp(min=0).long()].flatten(0, 1)[:length]
 
 
 def flash_attn_with_kvcache(
@@ -65,6 +28,7 @@ def flash_attn_with_kvcache(
     causal: bool,
 ) -> Tensor:
     check_call(q, k_cache, v_cache, cache_seqlens, block_table)
+    assert k_cache.shape[1] % 256 == 0
     assert q.dim() == 4
     assert q.shape[0] == block_table.shape[0] == cache_seqlens.shape[0] > 0
     rows = [
@@ -94,6 +58,7 @@ def flash_attn_varlen_func(
     block_table: Tensor,
 ) -> Tensor:
     check_call(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table)
+    assert k.shape[1] % 256 == 0
     assert cu_seqlens_q.shape == cu_seqlens_k.shape
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     assert starts_k[0] == 0
@@ -116,20 +81,7 @@ def flash_attn_varlen_func(
 @pytest.fixture(autouse=True)
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Puts the stand-in where the package would be, and records which function was called."""
-    names: list[str] = []
-
-    def recorded(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def call(*args: object, **kwargs: object) -> Tensor:
-            names.append(function.__name__)
-            return function(*args, **kwargs)
-
-        return call
-
-    package = types.ModuleType("flash_attn")
-    for function in (flash_attn_with_kvcache, flash_attn_varlen_func):
-        setattr(package, function.__name__, recorded(function))
-    monkeypatch.setitem(sys.modules, "flash_attn", package)
-    return names
+    return put_in_place(monkeypatch, "flash_attn", flash_attn_with_kvcache, flash_attn_varlen_func)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

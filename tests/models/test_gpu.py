@@ -45,7 +45,7 @@ def mixed_steps(model_path: Path, backend: str, dtype: torch.dtype) -> list[Tens
     return [torch.cat((start, rest[1])), rest[0], rest[2]]
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton", "flash_attn"])
+@pytest.mark.parametrize("backend", ["torch", "triton", "flash_attn", "flash_attn_3"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_half_precision_on_each_backend(family: Family, backend: str, tmp_path: Path) -> None:
     reason = available_attention_backends(

@@ -68,7 +68,9 @@ def test_a_package_imports_only_its_closure(
     assert ours <= first_party[package] | {package}
 
 
-@pytest.mark.parametrize("heavy", ["torch", "numpy", "triton", "transformers", "flash_attn"])
+@pytest.mark.parametrize(
+    "heavy", ["torch", "numpy", "triton", "transformers", "flash_attn", "flash_attn_interface"]
+)
 def test_nv_core_imports_nothing_heavy(
     heavy: str, expected_packages: frozenset[str], run_python: Callable[[str], str]
 ) -> None:

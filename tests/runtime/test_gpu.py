@@ -34,7 +34,7 @@ SPECS = {
     "llama": TinySpec(family="llama", head_dim=128, tie_word_embeddings=True),
     "mistral": TinySpec(family="mistral", head_dim=64),
 }
-BLOCK_SIZES = {"flash_attn": 256, "triton": 16, "torch": 16}
+BLOCK_SIZES = {"flash_attn": 256, "flash_attn_3": 128, "triton": 16, "torch": 16}
 
 
 @pytest.fixture(autouse=True)

@@ -34,6 +34,8 @@ FP8 = torch.float8_e4m3fn
 # Its conversion of the bound to an int fails with NumPy from 2.4 on; Triton 3.7 mended it.
 NO_LOOPS_IN_INTERPRETER = HAS_TRITON and version("triton").startswith("3.6.")
 
+OPTIONAL_BACKENDS = ("flash_attn", "flash_attn_3")
+
 # Half types: the probabilities are rounded to the dtype before they meet the values, which moves
 # a weighted mean of values under 5 by up to half a unit of eps * 5, and the result is rounded once
 # more. fp32: a score sums 256 products, and the softmax turns its error into a relative one.
@@ -118,7 +120,7 @@ class Problem:
         )[backend]
         if reason is not None:
             # Only the optional package may be missing or limited; ours must take every problem.
-            assert backend == "flash_attn", reason
+            assert backend in OPTIONAL_BACKENDS, reason
             pytest.skip(reason)
         try:
             return paged_attention(

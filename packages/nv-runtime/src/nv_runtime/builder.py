@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_BLOCK_SIZES = {"flash_attn": 256, "triton": 64, "torch": 16}
+DEFAULT_BLOCK_SIZES = {"flash_attn": 256, "flash_attn_3": 128, "triton": 64, "torch": 16}
 """Tokens per KV block for each attention backend when the caller does not choose."""
 
 _OPTIONS_OF_ALL_RANKS = (

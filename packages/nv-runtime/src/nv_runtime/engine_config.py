@@ -100,7 +100,7 @@ class EngineConfig:
         async_scheduling: Whether the next step is planned and launched while the device still runs
             the last one; None for yes on CUDA, no on a CPU. Outputs are the same.
         enable_prefix_caching: Whether equal prefixes share KV blocks.
-        attention_backend: "auto", "torch", "triton" or "flash_attn".
+        attention_backend: "auto", "torch", "triton", "flash_attn" or "flash_attn_3".
         scheduling_policy: Name of a policy of nv-core, or a `Policy` object.
         load_format: "auto", "safetensors", "gguf", or "dummy" for seeded random weights.
         skip_tokenizer_init: Loads no tokenizer; prompts are token ids then, and outputs have no

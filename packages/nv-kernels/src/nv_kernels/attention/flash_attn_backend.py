@@ -9,6 +9,12 @@ import torch
 from torch.nn.functional import pad
 
 from nv_kernels.attention.checks import check_attention_inputs
+from nv_kernels.attention.flash_attn_padding import (
+    append_padding,
+    clear_padding,
+    has_no_context,
+    num_decode_rows,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +40,7 @@ class FlashAttention2:
     ) -> Tensor:
         """Computes attention; see `nv_kernels.ops.attention.paged_attention`."""
         check_attention_inputs(query, kv_cache, metadata, scale)
-        if metadata.num_tokens == 0 or metadata.num_seqs == 0 or metadata.max_context_len == 0:
+        if has_no_context(metadata):
             return query.new_zeros(query.shape)
         attend = _attend_decode if metadata.max_query_len == 1 else _attend_mixed
         return attend(query, kv_cache, metadata, scale)
@@ -69,10 +75,7 @@ def _attend_decode(
 ) -> Tensor:
     from flash_attn import flash_attn_with_kvcache  # type: ignore[import-not-found]
 
-    # The kernel takes one query row per sequence. Padding comes last (see AttentionMetadata), so
-    # row i is sequence i, and what is left over on either side is padding. A padded sequence has
-    # no context, for which the kernel writes zeros.
-    num_rows = min(metadata.num_tokens, metadata.num_seqs)
+    num_rows = num_decode_rows(metadata)
     output: Tensor = flash_attn_with_kvcache(
         query[:num_rows].unsqueeze(1),
         kv_cache.key,
@@ -81,10 +84,8 @@ def _attend_decode(
         block_table=metadata.block_table[:num_rows],
         softmax_scale=scale,
         causal=True,
-    ).squeeze(1)
-    if num_rows < metadata.num_tokens:
-        output = pad(output, (0, 0, 0, 0, 0, metadata.num_tokens - num_rows))
-    return output
+    )
+    return append_padding(output.squeeze(1), metadata)
 
 
 def _attend_mixed(
@@ -108,10 +109,7 @@ def _attend_mixed(
         causal=True,
         block_table=metadata.block_table,
     )
-    # The kernel leaves the rows after the last sequence as they were in fresh memory.
-    row = torch.arange(metadata.num_tokens, device=query.device)
-    is_padding = row >= metadata.cu_seqlens_q[-1]
-    return output.masked_fill_(is_padding[:, None, None], 0)
+    return clear_padding(output, metadata)
 
 
 @cache

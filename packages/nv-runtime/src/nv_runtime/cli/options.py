@@ -160,7 +160,7 @@ ENGINE_FLAGS = (
     Flag("graph_capture", "When CUDA graphs are captured: idle, lazy or start."),
     Flag("async_scheduling", "Plan the next step while the last one runs.", is_switch=True),
     Flag("enable_prefix_caching", "Share the KV blocks of equal prefixes.", is_switch=True),
-    Flag("attention_backend", "auto, torch, triton or flash_attn."),
+    Flag("attention_backend", "auto, torch, triton, flash_attn or flash_attn_3."),
     Flag("scheduling_policy", f"What a step runs first: {', '.join(SHIPPED_POLICIES)}."),
     Flag("load_format", "auto, safetensors, gguf, or dummy for random weights."),
     Flag("generation_config", "auto, vllm to ignore the model's sampling defaults, or a folder."),
