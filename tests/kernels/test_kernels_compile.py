@@ -44,7 +44,13 @@ def test_batches_of_any_size_run_the_same_kernels(tmp_path: Path) -> None:
     compiled: dict[str, set[str]] = {}
     for name, _, version in launches(tmp_path, "--batches"):
         compiled.setdefault(name, set()).add(version)
-    for name in ("_prefill_kernel", "_add_rms_norm_kernel", "_rows_kernel"):
+    for name in (
+        "_prefill_kernel",
+        "_hopper_prefill_kernel",
+        "_list_items_kernel",
+        "_add_rms_norm_kernel",
+        "_rows_kernel",
+    ):
         assert len(compiled[name]) == 1, name
 
 
@@ -61,6 +67,8 @@ def test_every_launch_compiles_for_hopper(tmp_path: Path) -> None:
         "_combine_kernel",
         "_direct_kernel",
         "_prefill_kernel",
+        "_hopper_prefill_kernel",
+        "_list_items_kernel",
         "_rms_norm_kernel",
         "_add_rms_norm_kernel",
         "_all_reduce_add_rms_norm_kernel",

@@ -157,8 +157,9 @@ def sample(num_rows: int, vocab_size: int) -> None:
 
 def serve_batches() -> None:
     """Launches what a server launches for batches of many sizes, at one model's shapes."""
-    for num_seqs in (2, 20, 300):
-        attend([9] * num_seqs, [9] * num_seqs, 128, 64)
+    for head_dim in (64, 128):
+        for num_seqs in (2, 20, 300):
+            attend([9] * num_seqs, [9] * num_seqs, head_dim, 64)
     for num_tokens in (17, 20, 32):
         rows = torch.zeros(num_tokens, 256, dtype=torch.bfloat16)
         rms_norm.add_rms_norm(rows, rows, rows[0], eps=1e-6)
@@ -168,6 +169,7 @@ def serve_batches() -> None:
 def main() -> None:
     compile_launches()
     launch._can_overlap = lambda device: True  # type: ignore[assignment]
+    attention.is_hopper = lambda device: True  # type: ignore[assignment, attr-defined]
     if sys.argv[1:] == ["--batches"]:
         serve_batches()
         return
@@ -178,6 +180,7 @@ def main() -> None:
         attend([1, 1, 1, 9], [300, 5, 1, 9], 80, 16, cache_dtype)  # direct, prompts
     for vocab_size in (131, 4500, 151936):
         sample(2, vocab_size)
+    attend([1, 9, 200], [300, 9, 290], 128, 16)  # prompts by Hopper's own kernel
 
 
 if __name__ == "__main__":

@@ -35,11 +35,11 @@ _ENTRIES = {
 }
 
 # Best first, as measured on an H200 (docs/kernels.md): Triton is ahead of flash-attn in every case
-# there, by 2 to 31 % in decoding and 33 to 45 % in prefill, and takes every block size and dtype.
-# FlashAttention 3, measured elsewhere, takes 5 to 40 % longer than Triton in decoding and 17 to
-# 30 % less in prefill. An engine's time is decoding, and a prompt's is mostly matrix products, so
-# Triton stays first; name "flash_attn_3" for work that is all long prompts. "auto" takes it only
-# where neither of the others runs, because our adapter to it has not been run yet.
+# there, by 2 to 31 % in decoding and by half in prefill, and takes every block size and dtype.
+# FlashAttention 3, measured elsewhere, takes 5 to 40 % longer than Triton in decoding and 2 to 10 %
+# less in prefill. An engine's time is decoding, and a prompt's is mostly matrix products, so
+# Triton stays first. "auto" takes FlashAttention 3 only where neither of the others runs, because
+# our adapter to it has not been run yet.
 # PyTorch waits for the host. Elsewhere Triton runs only in its interpreter, which is for tests.
 _PREFERENCE_CUDA = ("triton", "flash_attn", "flash_attn_3", "torch")
 _PREFERENCE_ELSEWHERE = ("torch",)

@@ -1,7 +1,7 @@
 """Paged attention over a mixed batch: decode steps and prompts by a kernel each.
 
-Knows which launches a batch needs and how they are configured. `decode_attention.py` and
-`prefill_attention.py` are the kernels.
+Knows which launches a batch needs and how they are configured. `decode_attention.py`,
+`prefill_attention.py` and `hopper_prefill_attention.py` are the kernels.
 """
 
 from __future__ import annotations
@@ -14,17 +14,32 @@ import triton  # type: ignore[import-untyped]
 
 from nv_kernels.kv_quantisation import FP8
 from nv_kernels.triton.decode_attention import DecodeConfig, attend_to_decodes
-from nv_kernels.triton.device import device_of, num_processors, shared_memory_bytes
+from nv_kernels.triton.device import (
+    device_of,
+    is_hopper,
+    num_processors,
+    shared_memory_bytes,
+)
 from nv_kernels.triton.prefill_attention import PrefillConfig, attend_to_prompts
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from nv_kernels.metadata import AttentionMetadata, LayerKVCache
 
 
+_LONG_QUERY = 2048
+"""Tokens from which on a query's keys are read so often that larger tiles pay."""
+
+
 def paged_attention(
-    query: Tensor, kv_cache: LayerKVCache, metadata: AttentionMetadata, *, scale: float
+    query: Tensor,
+    kv_cache: LayerKVCache,
+    metadata: AttentionMetadata,
+    *,
+    scale: float,
 ) -> Tensor:
     """Implements `nv_kernels.ops.attention.paged_attention`; the host never waits."""
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -47,16 +62,30 @@ def paged_attention(
                 config=choose_decode_config(query, kv_cache, metadata.num_seqs),
             )
         if not only_decodes:
-            attend_to_prompts(
-                query,
-                kv_cache,
-                metadata,
-                output,
-                scale_log2=scale_log2,
-                min_query_len=2,
-                config=choose_prefill_config(query, kv_cache, metadata.max_query_len),
-            )
+            on_hopper = _hopper_kernel(query, kv_cache)
+            if on_hopper is not None:
+                on_hopper(query, kv_cache, metadata, output, scale_log2=scale_log2, min_query_len=2)
+            else:
+                attend_to_prompts(
+                    query,
+                    kv_cache,
+                    metadata,
+                    output,
+                    scale_log2=scale_log2,
+                    min_query_len=2,
+                    config=choose_prefill_config(query, kv_cache, metadata.max_query_len),
+                )
     return output
+
+
+def _hopper_kernel(query: Tensor, kv_cache: LayerKVCache) -> Callable[..., None] | None:
+    """The kernel for prompts on Hopper, if the device is one and the kernel takes these tensors."""
+    if not is_hopper(query.device):
+        return None
+    # Not at the top: the language it is written in takes time to import.
+    from nv_kernels.triton import hopper_prefill_attention as hopper
+
+    return hopper.attend_to_prompts if hopper.can_attend_to_prompts(query, kv_cache) else None
 
 
 def choose_decode_config(query: Tensor, kv_cache: LayerKVCache, num_seqs: int) -> DecodeConfig:
@@ -114,7 +143,7 @@ def choose_prefill_config(
     row_bytes = triton.next_power_of_2(head_dim) * query.element_size()
     if row_bytes <= 256:
         # Two programs of 64 rows overlap better than one of 128, until the reuse of keys counts.
-        rows = 64 if max_query_len <= 2048 else 128
+        rows = 64 if max_query_len <= _LONG_QUERY else 128
         num_stages = 3 if shared_memory_bytes(query.device) >= 128 << 10 else 2
     else:
         rows = 64 if query.element_size() == 2 else 32

@@ -42,3 +42,9 @@ def shared_memory_bytes(device: torch.device) -> int:
         return 99 << 10
     index = torch.cuda.current_device() if device.index is None else device.index
     return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
+
+
+@cache
+def is_hopper(device: torch.device) -> bool:
+    """Tells whether a device is a Hopper GPU, whose instructions no other family has."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
