@@ -6,9 +6,10 @@ Examples:
     python benchmarks/kernels/bench_attention.py --device cpu --dtype float32 --cases small --check
 
 A case "decode BxC" is B sequences of one query token and C cached tokens; "prefill BxC" is B
-prompts of C tokens; "16/8" are query heads and key heads, of 128 dimensions; "fp8" is a KV cache of
-e4m3 with scales. "decode ragged" is the 300th decode step of 256 requests whose prompts and outputs
-have random lengths of 100 to 1024.
+prompts of C tokens; "16/8" are query heads and key heads, of 128 dimensions unless "d64" says
+otherwise; "fp8" is a KV cache of e4m3 with scales; "fresh" hands over the prompts' keys and values
+beside the cache, too. "decode ragged" is the 300th decode step of 256 requests whose prompts and
+outputs have random lengths of 100 to 1024.
 
 On CUDA a time is the median over replays of a graph of calls, divided by their number. The calls
 take turns among caches that together are far larger than the L2 cache, so every key comes from
@@ -34,6 +35,7 @@ from timing import median_us
 
 from nv_kernels import (
     AttentionMetadata,
+    FreshKV,
     LayerKVCache,
     available_attention_backends,
     select_attention_backend,
@@ -44,7 +46,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-HEAD_DIM = 128
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 FP8 = torch.float8_e4m3fn
 FP8_SCALES = (0.5, 2.0)
@@ -62,8 +63,11 @@ class Case:
     context_lens: Sequence[int]
     num_heads: int
     num_kv_heads: int = 8
+    head_dim: int = 128
     is_fp8: bool = False
     """Whether the cache is fp8."""
+    is_fresh: bool = False
+    """Whether keys and values are handed over beside the cache, too."""
     must_us: float | None = None
     """The time not to be exceeded."""
     aim_us: float | None = None
@@ -81,7 +85,7 @@ class Case:
     def kv_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of keys and values that queries of a dtype must read."""
         itemsize = self.cache_dtype(dtype).itemsize
-        return 2 * sum(self.context_lens) * self.num_kv_heads * HEAD_DIM * itemsize
+        return 2 * sum(self.context_lens) * self.num_kv_heads * self.head_dim * itemsize
 
     def flops(self) -> float:
         """Floating-point operations of the two products below the causal mask's diagonal."""
@@ -89,7 +93,7 @@ class Case:
             query_len * (context_len - (query_len - 1) / 2)
             for query_len, context_len in zip(self.query_lens, self.context_lens, strict=True)
         )
-        return 4 * pairs * self.num_heads * HEAD_DIM
+        return 4 * pairs * self.num_heads * self.head_dim
 
 
 def make_cases() -> list[Case]:
@@ -116,7 +120,7 @@ def make_cases() -> list[Case]:
 
     def prefill(num_seqs: int, length: int, num_heads: int, must: float, aim: float) -> Case:
         """Takes its goals in TFLOP/s, counted as usual: half of the square."""
-        flops = 2 * num_seqs * num_heads * length**2 * HEAD_DIM
+        flops = 2 * num_seqs * num_heads * length**2 * 128
         return Case(
             name=f"prefill {num_seqs}x{length} {num_heads}/8",
             query_lens=[length] * num_seqs,
@@ -126,8 +130,18 @@ def make_cases() -> list[Case]:
             aim_us=flops / aim / 1e6,
         )
 
+    def small_heads(num_seqs: int, length: int, num_heads: int, *, is_fresh: bool) -> Case:
+        return Case(
+            name=f"prefill {num_seqs}x{length} {num_heads}/8 d64{' fresh' * is_fresh}",
+            query_lens=[length] * num_seqs,
+            context_lens=[length] * num_seqs,
+            num_heads=num_heads,
+            head_dim=64,
+            is_fresh=is_fresh,
+        )
+
     ragged = ragged_context_lens(300)
-    ragged_bytes = sum(ragged) * 2 * 8 * HEAD_DIM * 2
+    ragged_bytes = sum(ragged) * 2 * 8 * 128 * 2
     return [
         decode(256, 843, 16, 205, 198),
         decode(256, 843, 32, 207, 199),
@@ -149,6 +163,10 @@ def make_cases() -> list[Case]:
         decode(1, 8192, 16, None, None, is_fp8=True),
         prefill(16, 1024, 16, 300, 389),
         prefill(4, 4096, 32, 400, 576),
+        small_heads(16, 1024, 16, is_fresh=False),
+        small_heads(16, 1024, 16, is_fresh=True),
+        small_heads(4, 4096, 32, is_fresh=False),
+        small_heads(4, 4096, 32, is_fresh=True),
         Case(
             name="prefill 16x1024 16/8 fp8",
             query_lens=[1024] * 16,
@@ -186,6 +204,8 @@ class Problem:
 
     query: Tensor
     caches: Sequence[LayerKVCache]
+    fresh: Sequence[FreshKV | None]
+    """The keys and values of the query's tokens in each cache, if they are handed over."""
     metadata: AttentionMetadata
 
 
@@ -207,7 +227,7 @@ def main() -> int:
                 "device": device,
                 "dtype": dtype,
                 "cache_dtype": case.cache_dtype(dtype),
-                "head_dim": HEAD_DIM,
+                "head_dim": case.head_dim,
                 "num_heads": case.num_heads,
                 "num_kv_heads": case.num_kv_heads,
                 "block_size": block_size,
@@ -315,7 +335,7 @@ def make_problem(
         device=device,
     )
     # Heads before tokens, as the runtime allocates it.
-    shape = (2, ends[-1], case.num_kv_heads, block_size, HEAD_DIM)
+    shape = (2, ends[-1], case.num_kv_heads, block_size, case.head_dim)
     num_caches = 1
     if device.type == "cuda":
         num_caches = -(-ROTATION_BYTES // (math.prod(shape) * cache_dtype.itemsize))
@@ -323,18 +343,33 @@ def make_problem(
     pool = torch.empty(num_caches, *shape, device=device, dtype=cache_dtype)
     for layer in pool:
         layer.copy_(torch.randn(shape, device=device, dtype=dtype))
-    query = torch.randn(metadata.num_tokens, case.num_heads, HEAD_DIM, device=device, dtype=dtype)
+    query_shape = (metadata.num_tokens, case.num_heads, case.head_dim)
+    query = torch.randn(query_shape, device=device, dtype=dtype)
     scales = FP8_SCALES if case.is_fp8 else (1.0, 1.0)
     caches = [
         LayerKVCache(key.transpose(1, 2), value.transpose(1, 2), *scales) for key, value in pool
     ]
-    return Problem(query=query, caches=caches, metadata=metadata)
+    slots = metadata.slot_mapping.long()
+    fresh = [
+        FreshKV(*(half.flatten(0, 1)[slots] for half in (cache.key, cache.value)))
+        if case.is_fresh
+        else None
+        for cache in caches
+    ]
+    return Problem(query=query, caches=caches, fresh=fresh, metadata=metadata)
 
 
 def attend(run: Callable[..., Tensor], problem: Problem, call: int) -> Tensor:
     """Runs a backend on the cache whose turn it is."""
-    cache = problem.caches[call % len(problem.caches)]
-    return run(problem.query, cache, problem.metadata, scale=HEAD_DIM**-0.5)
+    turn = call % len(problem.caches)
+    scale = problem.query.shape[2] ** -0.5
+    return run(
+        problem.query,
+        problem.caches[turn],
+        problem.metadata,
+        scale=scale,
+        fresh=problem.fresh[turn],
+    )
 
 
 def relative_error(actual: Tensor, problem: Problem, case: Case) -> float:
@@ -353,7 +388,9 @@ def relative_error(actual: Tensor, problem: Problem, case: Case) -> float:
         for head in range(case.num_heads):
             kv_head = head // group
             scores = problem.query[rows, head].double() @ keys[:, kv_head].T
-            weights = (scores * HEAD_DIM**-0.5).masked_fill(~visible, -math.inf).softmax(dim=-1)
+            weights = (
+                (scores * case.head_dim**-0.5).masked_fill(~visible, -math.inf).softmax(dim=-1)
+            )
             expected = weights @ values[:, kv_head]
             difference = actual[rows, head].double() - expected
             error = float(difference.norm() / expected.norm())

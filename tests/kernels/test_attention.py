@@ -29,7 +29,13 @@ from kernel_oracles import (
     random_tensor,
     targets,
 )
-from nv_kernels import AttentionMetadata, KernelInputError, LayerKVCache, paged_attention
+from nv_kernels import (
+    AttentionMetadata,
+    FreshKV,
+    KernelInputError,
+    LayerKVCache,
+    paged_attention,
+)
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -252,6 +258,46 @@ def test_chunks_equal_the_whole_prompt(target: Target) -> None:
         assert_close(torch.cat(parts), whole, rtol=0, atol=2 * ATOL[target.dtype])
 
 
+# Whole prompts, around the tiles of 64 keys, between sequences of none.
+FRESH = ((130, 130), (0, 0), (65, 65), (2, 2), (64, 64))
+
+
+@pytest.mark.parametrize("target", ALL_TARGETS)
+@pytest.mark.parametrize(
+    ("block_size", "num_heads", "num_kv_heads", "head_dim"),
+    [(16, 4, 2, 64), (256, 5, 1, 24), (64, 2, 2, 128)],
+)
+def test_fresh_keys_give_the_same_bits(
+    target: Target, block_size: int, num_heads: int, num_kv_heads: int, head_dim: int
+) -> None:
+    if target.backend in OPTIONAL_BACKENDS:
+        block_size = 256
+    batch = make_batch((*FRESH, (1, 1)), block_size, num_padding_tokens=3)
+    problem = Problem.make(
+        batch,
+        target,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim_for(target, head_dim),
+    )
+    expected = problem.run(target.backend)
+    assert_same_bits(problem.run(target.backend, problem.fresh()), expected)
+
+
+@pytest.mark.parametrize("target", targets())
+def test_fresh_keys_are_read_where_that_is_faster(target: Target) -> None:
+    batch = make_batch(FRESH, 16, num_padding_tokens=3)
+    problem = Problem.make(batch, target, num_heads=4, num_kv_heads=2, head_dim=24)
+    expected, fresh = problem.run(target.backend), problem.fresh()
+    unused = torch.full_like(problem.kv_cache.key, float("nan"))
+    nothing = LayerKVCache(unused, unused)
+    result = dataclasses.replace(problem, kv_cache=nothing).run(target.backend, fresh)
+    if target.backend == "triton":
+        assert_same_bits(result, expected)
+    else:
+        assert bool(result.isnan().any())
+
+
 @st.composite
 def ragged_batches(draw: st.DrawFn) -> Batch:
     block_size = draw(st.sampled_from([1, 3, 8, 16]))
@@ -360,3 +406,12 @@ def test_errors_name_the_argument() -> None:
     for message, bad_query, bad_cache, bad_metadata in cases:
         with pytest.raises(KernelInputError, match=message):
             paged_attention(bad_query, bad_cache, bad_metadata, scale=0.25)
+    fresh = FreshKV(query[:, :2], query[:, 2:])
+    for message, bad_fresh in (
+        ("fresh.key has shape", FreshKV(query, query)),
+        ("fresh.value has shape", fresh._replace(value=query[:-1, 2:])),
+        ("fresh.value has dtype", fresh._replace(value=fresh.value.half())),
+        ("fresh.key has stride 2", fresh._replace(key=fresh.key.repeat(1, 1, 2)[..., ::2])),
+    ):
+        with pytest.raises(KernelInputError, match=message):
+            paged_attention(query, problem.kv_cache, metadata, scale=0.25, fresh=bad_fresh)

@@ -21,6 +21,7 @@ from kernel_oracles import (
 )
 from nv_kernels import (
     AttentionMetadata,
+    FreshKV,
     LayerKVCache,
     available_attention_backends,
     paged_attention,
@@ -105,7 +106,17 @@ class Problem:
             scale=head_dim**-0.5,
         )
 
-    def run(self, backend: str) -> Tensor:
+    def fresh(self) -> FreshKV:
+        """The query tokens' keys and values, side by side in a projection, NaN for padding."""
+        slots = self.metadata.slot_mapping.long()
+        shape = (len(slots), *self.kv_cache.key.shape[2:])
+        width = torch.full((shape[0], 2, *shape[1:]), float("nan"), dtype=self.query.dtype)
+        width = width.to(self.query.device)
+        for half, cache in enumerate((self.kv_cache.key, self.kv_cache.value)):
+            width[slots >= 0, half] = cache.flatten(0, 1)[slots[slots >= 0]]
+        return FreshKV(width[:, 0], width[:, 1])
+
+    def run(self, backend: str, fresh: FreshKV | None = None) -> Tensor:
         if backend == "triton" and self.query.device.type == "cpu" and NO_LOOPS_IN_INTERPRETER:
             pytest.skip("Triton 3.6's interpreter cannot run a loop whose bound was computed")
         _, block_size, num_kv_heads, head_dim = self.kv_cache.key.shape
@@ -124,7 +135,12 @@ class Problem:
             pytest.skip(reason)
         try:
             return paged_attention(
-                self.query, self.kv_cache, self.metadata, scale=self.scale, backend=backend
+                self.query,
+                self.kv_cache,
+                self.metadata,
+                scale=self.scale,
+                fresh=fresh,
+                backend=backend,
             )
         except RuntimeError as error:
             # A build of the package for few head sizes says so only when it is called.

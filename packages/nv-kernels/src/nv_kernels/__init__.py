@@ -9,7 +9,7 @@ from nv_kernels.attention.registry import available_attention_backends, select_a
 from nv_kernels.errors import KernelInputError
 from nv_kernels.kernel_watch import KernelWatch
 from nv_kernels.logit_rules import LogitAdjustments, TokenFilters
-from nv_kernels.metadata import AttentionMetadata, LayerKVCache
+from nv_kernels.metadata import AttentionMetadata, FreshKV, LayerKVCache
 from nv_kernels.ops.attention import paged_attention
 from nv_kernels.ops.decode_state import (
     DecodeState,
@@ -33,6 +33,7 @@ __all__ = [
     "AttentionBackend",
     "AttentionMetadata",
     "DecodeState",
+    "FreshKV",
     "KernelInputError",
     "KernelWatch",
     "LayerKVCache",

@@ -36,6 +36,17 @@ class LayerKVCache(NamedTuple):
     """What a cached value is to be multiplied by; 1.0 unless the cache is fp8."""
 
 
+class FreshKV(NamedTuple):
+    """A step's own keys and values of one layer, as they also stand in the cache.
+
+    Both tensors are [num_tokens, num_kv_heads, head_dim], dtype of the query, with any strides but
+    a contiguous last dimension.
+    """
+
+    key: Tensor
+    value: Tensor
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionMetadata:
     """One step's batch: which query tokens and which cached tokens belong to which sequence.

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from nv_kernels.metadata import AttentionMetadata, LayerKVCache
+    from nv_kernels.metadata import AttentionMetadata, FreshKV, LayerKVCache
 
 
 class AttentionBackend(Protocol):
@@ -30,6 +30,7 @@ class AttentionBackend(Protocol):
         metadata: AttentionMetadata,
         *,
         scale: float,
+        fresh: FreshKV | None = None,
     ) -> Tensor:
         """Computes attention; see `nv_kernels.ops.attention.paged_attention` for the contract."""
         ...

@@ -11,19 +11,24 @@ from nv_kernels.kv_quantisation import FP8, check_scales, read_dtypes
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from nv_kernels.metadata import AttentionMetadata, LayerKVCache
+    from nv_kernels.metadata import AttentionMetadata, FreshKV, LayerKVCache
 
 
 def check_attention_inputs(
-    query: Tensor, kv_cache: LayerKVCache, metadata: AttentionMetadata, scale: float
+    query: Tensor,
+    kv_cache: LayerKVCache,
+    metadata: AttentionMetadata,
+    scale: float,
+    fresh: FreshKV | None = None,
 ) -> None:
-    """Raises unless query, cache, metadata and scale fit together.
+    """Raises unless query, cache, metadata, scale and fresh keys and values fit together.
 
     Args:
         query: See `nv_kernels.ops.attention.paged_attention`.
         kv_cache: See there.
         metadata: See there.
         scale: See there.
+        fresh: See there.
 
     Raises:
         KernelInputError: A shape, dtype, device or stride disagrees, the block table is too narrow
@@ -81,6 +86,12 @@ def check_attention_inputs(
             f"tokens per sequence, but max_context_len is {metadata.max_context_len} tokens. "
             "Widen the block table, or pass the true longest context."
         )
+    if fresh is not None:
+        layout = "[num_tokens, num_kv_heads, head_dim]"
+        sizes = [metadata.num_tokens, num_kv_heads, head_dim]
+        for name, tensor in (("fresh.key", fresh.key), ("fresh.value", fresh.value)):
+            check_tensor(name, tensor, layout, sizes, dtypes=(query.dtype,), device=device)
+            check_last_dim_contiguous(name, tensor)
 
 
 def _check_even(name: str, cache: Tensor) -> None:

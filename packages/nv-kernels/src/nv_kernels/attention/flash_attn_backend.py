@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from nv_kernels.attention.backend import AttentionShape
-    from nv_kernels.metadata import AttentionMetadata, LayerKVCache
+    from nv_kernels.metadata import AttentionMetadata, FreshKV, LayerKVCache
 
 _MIN_CAPABILITY = (8, 0)
 _MAX_HEAD_DIM = 256
@@ -36,10 +36,16 @@ class FlashAttention2:
         return "flash_attn"
 
     def attend(
-        self, query: Tensor, kv_cache: LayerKVCache, metadata: AttentionMetadata, *, scale: float
+        self,
+        query: Tensor,
+        kv_cache: LayerKVCache,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        fresh: FreshKV | None = None,
     ) -> Tensor:
         """Computes attention; see `nv_kernels.ops.attention.paged_attention`."""
-        check_attention_inputs(query, kv_cache, metadata, scale)
+        check_attention_inputs(query, kv_cache, metadata, scale, fresh)
         if has_no_context(metadata):
             return query.new_zeros(query.shape)
         attend = _attend_decode if metadata.max_query_len == 1 else _attend_mixed

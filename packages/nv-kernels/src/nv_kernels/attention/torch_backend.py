@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from nv_kernels.attention.backend import AttentionShape
-    from nv_kernels.metadata import AttentionMetadata, LayerKVCache
+    from nv_kernels.metadata import AttentionMetadata, FreshKV, LayerKVCache
 
 
 class TorchAttention:
@@ -28,10 +28,16 @@ class TorchAttention:
         return "torch"
 
     def attend(
-        self, query: Tensor, kv_cache: LayerKVCache, metadata: AttentionMetadata, *, scale: float
+        self,
+        query: Tensor,
+        kv_cache: LayerKVCache,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        fresh: FreshKV | None = None,
     ) -> Tensor:
         """Computes attention; see `nv_kernels.ops.attention.paged_attention`."""
-        check_attention_inputs(query, kv_cache, metadata, scale)
+        check_attention_inputs(query, kv_cache, metadata, scale, fresh)
         attend = paged_decode_attention if can_attend(kv_cache, metadata) else paged_attention
         return attend(query, kv_cache, metadata, scale=scale)
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from nv_kernels.attention.backend import AttentionShape
-    from nv_kernels.metadata import AttentionMetadata, LayerKVCache
+    from nv_kernels.metadata import AttentionMetadata, FreshKV, LayerKVCache
 
 _MAX_HEAD_DIM = 256  # the accumulator of one tile has to fit in registers
 _MAX_GROUP = 128
@@ -34,13 +34,19 @@ class TritonAttention:
         return "triton"
 
     def attend(
-        self, query: Tensor, kv_cache: LayerKVCache, metadata: AttentionMetadata, *, scale: float
+        self,
+        query: Tensor,
+        kv_cache: LayerKVCache,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        fresh: FreshKV | None = None,
     ) -> Tensor:
         """Computes attention; see `nv_kernels.ops.attention.paged_attention`."""
         from nv_kernels.triton.attention import paged_attention
 
-        check_attention_inputs(query, kv_cache, metadata, scale)
-        return paged_attention(query, kv_cache, metadata, scale=scale)
+        check_attention_inputs(query, kv_cache, metadata, scale, fresh)
+        return paged_attention(query, kv_cache, metadata, scale=scale, fresh=fresh)
 
 
 def unavailable_reason(shape: AttentionShape) -> str | None:

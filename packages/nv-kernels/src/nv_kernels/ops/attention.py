@@ -10,7 +10,7 @@ from nv_kernels.attention.registry import select_attention_backend
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from nv_kernels.metadata import AttentionMetadata, LayerKVCache
+    from nv_kernels.metadata import AttentionMetadata, FreshKV, LayerKVCache
 
 
 def paged_attention(
@@ -19,6 +19,7 @@ def paged_attention(
     metadata: AttentionMetadata,
     *,
     scale: float,
+    fresh: FreshKV | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Attends from each query token to its sequence's cached tokens up to and with itself.
@@ -40,6 +41,9 @@ def paged_attention(
             divide num_heads.
         metadata: The batch, on the same device.
         scale: Factor of the scores before the softmax, usually head_dim ** -0.5; positive.
+        fresh: This step's keys and values once more, outside the cache: only if the context of
+            every sequence is its query, so that nothing else is cached. A backend reads them where
+            that is the faster way; results are the same, to the last bit.
         backend: "auto" or the name of a backend, see `select_attention_backend`.
 
     Returns:
@@ -52,7 +56,7 @@ def paged_attention(
 
     Source: "PagedAttention" (arXiv:2309.06180), "FlashAttention-2" (arXiv:2307.08691).
     """
-    check_attention_inputs(query, kv_cache, metadata, scale)
+    check_attention_inputs(query, kv_cache, metadata, scale, fresh)
     _, num_heads, head_dim = query.shape
     _, block_size, num_kv_heads, _ = kv_cache.key.shape
     chosen = select_attention_backend(
@@ -65,4 +69,4 @@ def paged_attention(
         num_kv_heads=num_kv_heads,
         block_size=block_size,
     )
-    return chosen.attend(query, kv_cache, metadata, scale=scale)
+    return chosen.attend(query, kv_cache, metadata, scale=scale, fresh=fresh)

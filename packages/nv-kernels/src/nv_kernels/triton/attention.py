@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from nv_kernels.metadata import AttentionMetadata, LayerKVCache
+    from nv_kernels.metadata import AttentionMetadata, FreshKV, LayerKVCache
 
 
 _LONG_QUERY = 2048
@@ -40,6 +40,7 @@ def paged_attention(
     metadata: AttentionMetadata,
     *,
     scale: float,
+    fresh: FreshKV | None = None,
 ) -> Tensor:
     """Implements `nv_kernels.ops.attention.paged_attention`; the host never waits."""
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -74,6 +75,7 @@ def paged_attention(
                     scale_log2=scale_log2,
                     min_query_len=2,
                     config=choose_prefill_config(query, kv_cache, metadata.max_query_len),
+                    fresh=fresh if _reads_fresh(query, kv_cache, metadata) else None,
                 )
     return output
 
@@ -86,6 +88,14 @@ def _hopper_kernel(query: Tensor, kv_cache: LayerKVCache) -> Callable[..., None]
     from nv_kernels.triton import hopper_prefill_attention as hopper
 
     return hopper.attend_to_prompts if hopper.can_attend_to_prompts(query, kv_cache) else None
+
+
+def _reads_fresh(query: Tensor, kv_cache: LayerKVCache, metadata: AttentionMetadata) -> bool:
+    """Whether fresh keys are read rather than cached ones: where that is faster (docs/kernels.md).
+
+    Never for an fp8 cache: later chunks and decode steps see rounded keys, and so must these.
+    """
+    return kv_cache.key.dtype == query.dtype and metadata.max_query_len <= _LONG_QUERY
 
 
 def choose_decode_config(query: Tensor, kv_cache: LayerKVCache, num_seqs: int) -> DecodeConfig:

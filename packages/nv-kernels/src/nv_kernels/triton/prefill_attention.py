@@ -27,7 +27,7 @@ from nv_kernels.triton.launch import launch_options, wait_for_previous
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from nv_kernels.metadata import AttentionMetadata, LayerKVCache
+    from nv_kernels.metadata import AttentionMetadata, FreshKV, LayerKVCache
 
 SEQS_PER_LOAD = tl.constexpr(256)
 """How many sequences a program looks at together when it searches its own."""
@@ -55,6 +55,7 @@ def attend_to_prompts(
     scale_log2: float,
     min_query_len: int,
     config: PrefillConfig,
+    fresh: FreshKV | None = None,
 ) -> None:
     """Attends from every sequence whose query is long enough; the host never waits.
 
@@ -67,16 +68,22 @@ def attend_to_prompts(
         scale_log2: Factor of the scores, that of cached keys included, times log2(e); positive.
         min_query_len: Shortest query to attend from, in tokens.
         config: How to compile.
+        fresh: Where to read instead of in the cache, if nothing else is cached.
     """
     num_heads, head_dim = query.shape[1:]
     block_size, num_kv_heads = kv_cache.key.shape[1:3]
+    key, value = kv_cache.key, kv_cache.value
+    if fresh is not None:
+        # To the kernel, one endless block.
+        key, value = fresh.key.unsqueeze(0), fresh.value.unsqueeze(0)
+        block_size = config.block_n
     group = num_heads // num_kv_heads
     block_q = config.block_m // group
     num_tiles = metadata.num_tokens // block_q + metadata.num_seqs + 1
     _prefill_kernel[(num_tiles * num_kv_heads,)](
         query,
-        kv_cache.key,
-        kv_cache.value,
+        key,
+        value,
         output,
         metadata.cu_seqlens_q,
         metadata.context_lens,
@@ -86,18 +93,19 @@ def attend_to_prompts(
         metadata.num_seqs,
         metadata.num_tokens,
         *query.stride()[:2],
-        kv_cache.key.stride(0),
-        kv_cache.key.stride(2),
-        kv_cache.value.stride(0),
-        kv_cache.value.stride(2),
+        key.stride(0),
+        key.stride(2),
+        value.stride(0),
+        value.stride(2),
         metadata.block_table.stride(0),
         min_query_len=min_query_len,
         num_kv_heads=num_kv_heads,
         group=group,
         head_dim=head_dim,
         block_size=block_size,
-        key_offset_stride=kv_cache.key.stride(1),
-        value_offset_stride=kv_cache.value.stride(1),
+        key_offset_stride=key.stride(1),
+        value_offset_stride=value.stride(1),
+        is_fresh=fresh is not None,
         block_q=block_q,
         block_m=config.block_m,
         block_n=config.block_n,
@@ -138,6 +146,7 @@ def _prefill_kernel(
     block_size: tl.constexpr,
     key_offset_stride: tl.constexpr,
     value_offset_stride: tl.constexpr,
+    is_fresh: tl.constexpr,
     block_q: tl.constexpr,
     block_m: tl.constexpr,
     block_n: tl.constexpr,
@@ -195,7 +204,7 @@ def _prefill_kernel(
     # Keys past the last one that this tile's last query sees are never read.
     end = context_len - query_len + tl.minimum(first_query + block_q, query_len)
     full_end = tl.maximum(context_len - query_len + first_query + 1, 0) // block_n * block_n
-    block, offset = locate_tile(table_ptr, 0, end, block_size, block_n)
+    block, offset = _locate_tile(table_ptr, query_start, 0, end, block_size, block_n, is_fresh)
     for start in range(0, full_end, block_n):
         row_max, row_sum, accumulator = _attend_to_tile(
             query,
@@ -220,7 +229,9 @@ def _prefill_kernel(
             block_d,
             masked=False,
         )
-        block, offset = locate_tile(table_ptr, start + block_n, end, block_size, block_n)
+        block, offset = _locate_tile(
+            table_ptr, query_start, start + block_n, end, block_size, block_n, is_fresh
+        )
     for start in range(full_end, end, block_n):
         row_max, row_sum, accumulator = _attend_to_tile(
             query,
@@ -245,7 +256,9 @@ def _prefill_kernel(
             block_d,
             masked=True,
         )
-        block, offset = locate_tile(table_ptr, start + block_n, end, block_size, block_n)
+        block, offset = _locate_tile(
+            table_ptr, query_start, start + block_n, end, block_size, block_n, is_fresh
+        )
     # Rows that saw no key have a sum of zero and become zeros.
     result = accumulator / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
     if is_fp8:
@@ -255,6 +268,25 @@ def _prefill_kernel(
         result.to(output_ptr.dtype.element_ty),
         mask=inside_md,
     )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _locate_tile(
+    table_ptr: tl.tensor,
+    query_start: tl.tensor,
+    start: tl.tensor,
+    end: tl.tensor,
+    block_size: tl.constexpr,
+    block_n: tl.constexpr,
+    is_fresh: tl.constexpr,
+) -> tl.tuple:
+    """Finds a tile in the cache, or among the step's own keys, where no table is needed."""
+    if is_fresh:
+        block = tl.zeros([], tl.int64)
+        offset = (query_start + start).to(tl.int64)
+    else:
+        block, offset = locate_tile(table_ptr, start, end, block_size, block_n)
+    return block, offset
 
 
 @triton.jit  # type: ignore[untyped-decorator]
