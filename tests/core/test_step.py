@@ -536,12 +536,28 @@ def test_take_all_returns_the_rest_from_the_first_that_lacks_a_block() -> None:
 
 def test_take_all_grants_once_a_step() -> None:
     world, sequences = running_world()
-    plan = world.run(
-        lambda step: [step.take(sequences[1]), step.take_all(sequences), step.take_all(sequences)]
-    )
-    assert [entry.seq_id for entry in plan.sequences] == [1, 0, 2]
-    assert plan.num_scheduled_tokens == 3
-    assert [seq.num_tokens for seq in sequences] == [5, 5, 5]
+
+    def action(step: Step) -> None:
+        step.take(sequences[1])
+        step.take_all([*sequences, *sequences])
+        step.take_all(sequences)
+
+    # At every place in a block.
+    for num_tokens in range(5, 10):
+        plan = world.run(action)
+        assert [entry.seq_id for entry in plan.sequences] == [1, 0, 2]
+        assert plan.num_scheduled_tokens == 3
+        assert [seq.num_tokens for seq in sequences] == [num_tokens] * 3
+
+
+def test_take_all_forgets_why_a_sequence_was_refused() -> None:
+    world, sequences = running_world(max_num_batched_tokens=9)
+    prompt = world.add(8, first=100)
+    world.run(lambda step: [step.take(prompt), step.take_all(sequences)])
+    assert [seq.wait_reason for seq in sequences] == [None, WaitReason.BUDGET, WaitReason.BUDGET]
+    plan = world.run(lambda step: step.take_all(sequences))
+    assert plan.sampled_seq_ids == (0, 1, 2)
+    assert [seq.wait_reason for seq in sequences] == [None, None, None]
 
 
 @pytest.mark.parametrize(("exceed_budget", "granted"), [(False, 2), (True, 3)])

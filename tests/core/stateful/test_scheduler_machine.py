@@ -90,6 +90,8 @@ class Hostile:
             # It may be refused before the argument is looked at.
             with contextlib.suppress(TypeError):
                 assert step.take(seq, 1.5) == 0  # type: ignore[arg-type]
+        elif 45 <= action < 50:
+            step.take_all(rng.choices([seq, *step.running, *self.known], k=rng.randrange(9)))
         elif action == 50:
             if seq.is_finished:
                 with pytest.raises(SchedulingError, match="unfinished"):
@@ -381,6 +383,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             seq = entry.sequence
             assert (entry.seq_id, entry.growing_table) == (seq.seq_id, seq.block_table)
             assert entry.growing_table is seq.block_table
+            assert seq.wait_reason is None
             assert entry.num_blocks == len(seq.block_table)
             assert entry.num_pending_tokens == seq.num_pending_tokens - entry.samples
             assert len(entry.token_ids) == entry.num_scheduled_tokens - bool(

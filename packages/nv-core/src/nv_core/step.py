@@ -735,7 +735,6 @@ class Step:
         seq.num_computed_tokens = 0
         seq.num_prefill_tokens = 0
         seq._decodes_until = 0
-        seq._publishes = False
         seq._publish_from(NEVER)
         seq._shares = False
         self.slots += 1
