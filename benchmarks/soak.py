@@ -4,7 +4,8 @@
 
 Requests come and go at random: prompts that share prefixes, short and long answers, every kind of
 sampling, preemption because the pool is small, aborts at any time. Ends with status 1 and a reason
-if a block is lost, a request is forgotten, or memory grows after the first half.
+if a block is lost, a request is forgotten, or memory grows after the first half. The memory is that
+of the whole GPU, what the driver takes for graphs included: nothing else may run on it.
 """
 
 from __future__ import annotations
@@ -152,7 +153,7 @@ def main() -> None:
     parser.add_argument("--model", default="qwen3-0.6b", help="a shape's name or a checkpoint")
     parser.add_argument("--num-requests", type=int, default=10_000)
     parser.add_argument("--max-prompt-len", type=int, default=600)
-    parser.add_argument("--num-pool-tokens", type=int, default=16_384, help="size of the KV pool")
+    parser.add_argument("--num-pool-tokens", type=int, default=6_144, help="size of the KV pool")
     parser.add_argument("--max-growth-mib", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

@@ -183,9 +183,20 @@ def test_rotate_and_store_is_its_three_ops(
             backend="auto" if is_auto else target.backend,
         )
 
-    assert_same_bits(run(quantised, SCALES), run(plain))
+    query, plain_query = run(quantised, SCALES), run(plain)
     key, value = (cache.flatten(0, 1)[slots.long()] for cache in plain)
     store_kv(key, value, expected[0], expected[1], slots, k_scale=SCALES[0], v_scale=SCALES[1])
+    if target.device == "cuda" and target.dtype == torch.float32:
+        # Compiled for another cache, a rotation may join other multiplications with additions. That
+        # can take a key across the middle between two fp8 values, which are up to 1/8 apart.
+        assert_close(query, plain_query, rtol=1e-5, atol=1e-4)
+        for cache, want in zip(quantised, expected, strict=True):
+            values, wanted = cache.float(), want.float()
+            written = ~wanted.isnan()
+            assert torch.equal(~values.isnan(), written)
+            assert_close(values[written], wanted[written], rtol=1 / 8, atol=1e-2)
+        return
+    assert_same_bits(query, plain_query)
     for cache, want in zip(quantised, expected, strict=True):
         assert_same_bits(cache, want)
 

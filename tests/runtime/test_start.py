@@ -213,7 +213,7 @@ def test_times_of_imports_are_known_where_torch_came_with_them() -> None:
 def test_kernels_and_graphs_of_a_start_on_a_gpu_are_counted() -> None:
     with (
         materialised("qwen3-tiny") as (path, options),
-        LLM(path, show_progress=False, gpu_memory_utilization=0.3, **options) as llm,
+        LLM(path, show_progress=False, kv_cache_memory_bytes=2**26, **options) as llm,
     ):
         # A prompt of one token is a decode step, which is captured at once.
         llm.generate([[1]], SamplingParams(max_tokens=1), use_tqdm=False)
