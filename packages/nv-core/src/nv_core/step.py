@@ -165,6 +165,8 @@ class Step:
             num_free_blocks=self._blocks.num_free_blocks,
             num_cached_blocks=self._blocks.num_cached_blocks,
         )
+        # What ends should not live on in a step that is over: its tokens take time to free.
+        self._granted, self._admitted = [], []
         if not plan.is_empty:
             self._preempted = []
             self._dropped = []
