@@ -101,7 +101,7 @@ def decode(num_seqs: int, *, depth: int, num_steps: int, policy: str) -> Result:
         if len(in_flight) == depth:
             oldest = in_flight.popleft()
             token_id = 1000 + step
-            tokens = {entry.seq_id: token_id for entry in oldest.sequences if entry.samples}
+            tokens = dict.fromkeys(oldest.sampled_seq_ids, token_id)
             started = process_time_ns()
             scheduler.commit(oldest, tokens)
             elapsed += process_time_ns() - started
