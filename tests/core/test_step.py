@@ -1,6 +1,6 @@
 """Step: clamps what a policy asks for, says why it refuses, and lets nothing be corrupted."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -477,6 +477,38 @@ def test_error_in_a_policy_takes_the_step_back() -> None:
     assert world.run(lambda step: step.take(victim)).preempted == ()
 
 
+def test_a_step_that_was_taken_back_has_granted_nothing() -> None:
+    world = World()
+    seq = world.add(6)
+
+    def action(step: Step) -> None:
+        step.take(seq)
+        raise RuntimeError("a bug in the policy")
+
+    world.policy.action = action
+    with pytest.raises(RuntimeError, match="a bug in the policy"):
+        world.scheduler.schedule()
+    step = world.scheduler._step
+    assert not step.has_grants
+    assert len(step.grants) == 0
+    assert step.budget == 64
+
+
+def test_take_refuses_a_sequence_that_another_scheduler_runs() -> None:
+    world, other = World(), World()
+    ours, theirs = world.add(3), other.add(3)
+    for _ in range(2):
+        other.run(lambda step: step.take(theirs))
+
+    def action(step: Step) -> None:
+        with pytest.raises(SchedulingError, match="a sequence of this scheduler"):
+            step.take(theirs)
+        step.take(ours)
+
+    assert world.run(action).sequences[0].sequence is ours
+    assert [seq.num_computed_tokens for seq in (ours, theirs)] == [3, 4]
+
+
 # The queue ------------------------------------------------------------------------------------
 
 
@@ -532,6 +564,44 @@ def test_take_all_returns_the_rest_from_the_first_that_lacks_a_block() -> None:
     assert rests == [sequences[1:]]
     assert plan.sampled_seq_ids == (0,)
     assert [seq.wait_reason for seq in sequences] == [None, WaitReason.BLOCKS, None]
+
+
+def test_take_all_counts_what_it_granted_before_its_iterable_raised() -> None:
+    world, sequences = running_world(max_num_batched_tokens=2)
+
+    def broken() -> Iterator[Sequence]:
+        yield sequences[0]
+        raise ValueError("a bug in the policy")
+
+    def action(step: Step) -> None:
+        with pytest.raises(ValueError, match="a bug in the policy"):
+            step.take_all(broken())
+        step.take_all(sequences)
+
+    plan = world.run(action)
+    assert sum(plan.sequences.num_scheduled_tokens) == plan.num_scheduled_tokens == 2
+
+
+def test_grants_are_a_copy() -> None:
+    world, sequences = running_world()
+    world.run(lambda step: step.take_all(sequences))  # what the next plan shares columns with
+
+    def action(step: Step) -> None:
+        step.take_all(sequences)
+        for column in step.grants._columns:
+            if isinstance(column, list):
+                column.clear()
+
+    plan = world.run(action)
+    assert [entry.num_blocks for entry in plan.sequences] == [2, 2, 2]
+    assert plan.is_decode
+
+
+def test_a_plan_that_only_takes_blocks_away_is_no_decode() -> None:
+    world, sequences = running_world()
+    plan = world.run(lambda step: step.preempt(sequences[0]))
+    assert not plan.is_empty
+    assert not plan.is_decode
 
 
 def test_take_all_grants_once_a_step() -> None:

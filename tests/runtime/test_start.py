@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import re
@@ -12,7 +13,9 @@ from time import monotonic
 import pytest
 import torch
 
+import nv_runtime.builder
 import nv_runtime.start_times
+from nv_core import CapacityError
 from nv_runtime import LLM, SamplingParams
 from nv_runtime.bench.shapes import materialised
 from nv_runtime.prompt import TokenizedPrompt
@@ -206,6 +209,30 @@ def test_times_of_imports_are_known_where_torch_came_with_them() -> None:
         found, _, least = done.stdout.rpartition(" ")
         assert found == str(names)
         assert float(least) > 0
+
+
+@pytest.mark.parametrize("ends", ["by a failure", "unused"])
+def test_nothing_listens_for_kernels_after_an_engine_that_made_no_token(
+    monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    watches: list[Work] = []
+
+    def make(_device: torch.device) -> Work:
+        watches.append(Work())
+        return watches[-1]
+
+    monkeypatch.setattr(nv_runtime.builder, "KernelWatch", make)
+    with materialised("qwen3-tiny") as (path, options):
+        options |= {"device": "cpu", "show_progress": False}
+        if ends == "by a failure":
+            with pytest.raises(CapacityError):
+                LLM(path, kv_cache_memory_bytes=1, **options)
+        else:
+            llm = LLM(path, num_gpu_blocks_override=4, **options)
+            assert not watches[0].is_closed
+            del llm
+            gc.collect()
+    assert [watch.is_closed for watch in watches] == [True]
 
 
 @pytest.mark.gpu

@@ -89,7 +89,7 @@ class ScheduledBatch(Seq[ScheduledSequence]):
 
     Reads as a tuple of `ScheduledSequence`, and equals one: entries are made when they are asked
     for. Whoever needs a field of all entries reads its column, in which place i belongs to entry
-    i. Nothing of it changes once the plan is made.
+    i. Nothing of it changes once the plan is made, and nobody may change it: plans share columns.
 
     A step of thousands of sequences is thus a handful of lists. An object for each sequence and
     step would cost more than the scheduling itself: Python's garbage collector would look at all of
@@ -219,10 +219,10 @@ class StepPlan:
 
     @property
     def is_decode(self) -> bool:
-        """Whether every sequence computes one token and yields the next."""
+        """Whether there are sequences, and each computes one token and yields the next."""
         # No sequence computes less than one.
         num_seqs = len(self.sequences)
-        return self.num_scheduled_tokens == num_seqs == len(self.sampled_seq_ids)
+        return 0 < num_seqs == self.num_scheduled_tokens == len(self.sampled_seq_ids)
 
     @property
     def is_empty(self) -> bool:

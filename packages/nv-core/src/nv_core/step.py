@@ -136,13 +136,16 @@ class Step:
     def begin(self, step_id: int) -> None:
         """Starts a new step; for the scheduler."""
         self.step_id = step_id
+        self._refused = {}
+        self._forget_grants()
+
+    def _forget_grants(self) -> None:
         self._granted = []
         self._computed = []
         self._pending = []
         self._chunks = {}
         self._taken_back = set()
         self._admitted = []
-        self._refused = {}
         self.budget = self._max_num_batched_tokens
 
     def finish(self) -> StepPlan:
@@ -237,6 +240,7 @@ class Step:
             seq.status = SequenceStatus.WAITING
             seq.wait_reason = WaitReason.NOT_CONSIDERED
             self.waiting.append_front(seq)
+        self._forget_grants()
 
     @property
     def running(self) -> Collection[Sequence]:
@@ -295,6 +299,7 @@ class Step:
             sequences=list(batch.sequences),
             num_computed_tokens=list(batch.num_computed_tokens),
             num_pending_tokens=list(batch.num_pending_tokens),
+            growing_tables=list(batch.growing_tables),
         )
 
     @property
@@ -403,11 +408,14 @@ class Step:
             says why.
 
         Raises:
+            SchedulingError: Another scheduler runs the sequence.
             TypeError: `n`, `reserve` or `keep_free` is no integer; nothing is changed.
         """
         if seq._step == self.step_id:
             return 0
         if seq.status is SequenceStatus.RUNNING:
+            if self._running.get(seq.seq_id) is not seq:
+                raise SchedulingError(f"take needs a sequence of this scheduler, got {seq!r}")
             return self._take_running(seq, n, exceed_budget)
         if seq.status is SequenceStatus.WAITING:
             return self._admit(seq, n, reserve, keep_free)
@@ -451,24 +459,23 @@ class Step:
         note_grant = granted.append
         note_computed, note_pending = self._computed.append, self._pending.append
         num_granted_before = len(granted)
-        special = None
-        for seq in islice(sequences, max(0, self.budget)):
-            computed = seq.num_computed_tokens
-            if (computed >= seq._decodes_until or seq._step == step_id) and not self._grow(seq):
-                special = seq
-                break
-            pending = seq.num_pending_tokens
-            note_grant(seq)
-            note_computed(computed)
-            note_pending(pending)
-            seq.num_computed_tokens = computed + 1
-            seq.num_pending_tokens = pending + 1
-            seq._step = step_id
-        else:
-            # The sequences are at an end, or the budget is.
-            special = next(sequences, None)
-        self.budget -= len(granted) - num_granted_before
-        return special
+        try:
+            for seq in islice(sequences, max(0, self.budget)):
+                computed = seq.num_computed_tokens
+                if (computed >= seq._decodes_until or seq._step == step_id) and not self._grow(seq):
+                    return seq
+                pending = seq.num_pending_tokens
+                note_grant(seq)
+                note_computed(computed)
+                note_pending(pending)
+                seq.num_computed_tokens = computed + 1
+                seq.num_pending_tokens = pending + 1
+                seq._step = step_id
+        finally:
+            # Also where the policy's iterator raises: it may go on after that.
+            self.budget -= len(granted) - num_granted_before
+        # The sequences are at an end, or the budget is.
+        return next(sequences, None)
 
     def preempt(self, seq: Sequence) -> None:
         """Takes a running sequence's blocks away and puts it at the front of the queue.

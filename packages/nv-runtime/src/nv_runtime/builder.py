@@ -156,6 +156,7 @@ def build_engine(config: EngineConfig) -> EngineParts:
     try:
         return _build_engine(config, checkpoint, ranks, device=device, times=times)
     except BaseException:
+        times.close()
         ranks.shutdown()
         raise
 

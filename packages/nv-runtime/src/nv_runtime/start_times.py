@@ -9,6 +9,7 @@ count, nor do imports, which a process does once: they stand in the table's firs
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from time import monotonic
@@ -74,8 +75,12 @@ class StartTimes:
         self._last = monotonic()
 
     def watch_kernels(self, kernels: Kernels) -> None:
-        """From now on, takes the time of kernels out of the phases; closed by the first token."""
+        """From now on, takes the time of kernels out of the phases.
+
+        Closed by the first token, by `close`, or with this object.
+        """
         self._kernels = kernels
+        weakref.finalize(self, kernels.close)
 
     def watch_captures(self, captures: Captures) -> None:
         """From now on, takes the time of captures out of the phases."""
