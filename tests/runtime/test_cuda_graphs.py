@@ -8,9 +8,13 @@ from typing import TYPE_CHECKING, cast
 import pytest
 import torch
 
+import nv_runtime.builder
 import nv_runtime.captured_graphs
 from nv_core import SamplingParams, Scheduler, SchedulerConfig
+from nv_kernels import select_attention_backend
+from nv_kernels.attention.triton_backend import TritonAttention
 from nv_models import TensorParallel
+from nv_runtime import EngineConfig
 from nv_runtime.captured_graphs import CapturedGraphs, GraphPool
 from nv_runtime.cuda_graphs import (
     CaptureAttempts,
@@ -189,3 +193,29 @@ def test_a_new_size_runs_in_a_larger_graph_until_it_is_worth_its_own(
     # Nearly all of it would be: the size gets its own graph as soon as it occurs again.
     assert shape_for(20) == large
     assert shape_for(20) not in (None, large)
+
+
+def test_no_graphs_with_attention_that_waits_for_the_host(caplog: pytest.LogCaptureFixture) -> None:
+    """What "auto" falls back to, say for an fp8 cache on an older GPU."""
+    backend = select_attention_backend(
+        "torch",
+        device=torch.device("cuda"),
+        dtype=torch.bfloat16,
+        cache_dtype=torch.float8_e4m3fn,
+        head_dim=64,
+        num_heads=2,
+        num_kv_heads=1,
+        block_size=16,
+    )
+    config = EngineConfig(model="m")
+    caplog.set_level("INFO", "nv_runtime")
+    assert not nv_runtime.builder._uses_graphs(config, torch.device("cuda"), backend)
+    (message,) = caplog.messages
+    assert message.startswith("no CUDA graphs: attention backend 'torch' waits for the host")
+    # The others are captured, and where there are no graphs anyway nothing is said.
+    device = torch.device("cuda")
+    assert nv_runtime.builder._uses_graphs(config, device, TritonAttention())
+    eager = EngineConfig(model="m", enforce_eager=True)
+    assert not nv_runtime.builder._uses_graphs(eager, device, backend)
+    assert not nv_runtime.builder._uses_graphs(config, torch.device("cpu"), backend)
+    assert len(caplog.messages) == 1

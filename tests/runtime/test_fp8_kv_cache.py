@@ -174,7 +174,7 @@ def test_ranks_share_an_fp8_cache(case: Case) -> None:
         {"enforce_eager": True},
         {"max_num_batched_tokens": 9},
         {"num_gpu_blocks_override": 20},
-        {"attention_backend": "torch", "enforce_eager": True},
+        {"attention_backend": "torch"},
     ],
 )
 def test_on_a_gpu(case: Case, make_llm: Callable[..., LLM], changes: dict[str, Any]) -> None:

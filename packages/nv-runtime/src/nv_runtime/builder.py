@@ -193,6 +193,7 @@ def build_rank(
     backend, block_size = _select_backend(
         config, model_config, device=device, dtype=dtype, kv_cache_dtype=kv_cache_dtype
     )
+    use_graphs = _uses_graphs(config, device, backend)
     times.end("attention backend", backend.name)
     model = _load(
         checkpoint,
@@ -228,7 +229,7 @@ def build_rank(
             max_num_tokens=max(config.max_num_batched_tokens, config.max_num_seqs),
             max_num_seqs=config.max_num_seqs,
             tensor_parallel_size=config.tensor_parallel_size,
-            use_graphs=_uses_graphs(config, device),
+            use_graphs=use_graphs,
         ),
         gpu_memory_utilization=config.gpu_memory_utilization,
         kv_cache_memory_bytes=config.kv_cache_memory_bytes,
@@ -254,7 +255,7 @@ def build_rank(
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=max_model_len,
         device=device,
-        use_graphs=_uses_graphs(config, device) and not tensor_parallel.stages_on_host,
+        use_graphs=use_graphs and not tensor_parallel.stages_on_host,
         seed_of=lambda seq_id: derive_seed(config.seed, seq_id),
         usual_needs=lasting_needs_of(
             _default_sampling_params(config, checkpoint), model_config.vocab_size
@@ -511,8 +512,16 @@ def _all_eos_token_ids(
     return tuple(dict.fromkeys(token_id for token_id in ids if token_id < vocab_size))
 
 
-def _uses_graphs(config: EngineConfig, device: torch.device) -> bool:
-    return device.type == "cuda" and not config.enforce_eager
+def _uses_graphs(config: EngineConfig, device: torch.device, backend: AttentionBackend) -> bool:
+    if device.type != "cuda" or config.enforce_eager:
+        return False
+    if backend.waits_for_host:
+        logger.info(
+            "no CUDA graphs: attention backend %r waits for the host, which no graph can hold",
+            backend.name,
+        )
+        return False
+    return True
 
 
 def _schedules_ahead(config: EngineConfig, device: torch.device) -> bool:

@@ -23,6 +23,11 @@ class AttentionBackend(Protocol):
         """The name by which `select_attention_backend` knows it."""
         ...
 
+    @property
+    def waits_for_host(self) -> bool:
+        """Whether it reads tensors back to the host, so that no CUDA graph can capture it."""
+        ...
+
     def attend(
         self,
         query: Tensor,

@@ -43,6 +43,11 @@ class FlashAttention3:
         """The name in the registry."""
         return "flash_attn_3"
 
+    @property
+    def waits_for_host(self) -> bool:
+        """Whether no CUDA graph can capture it."""
+        return False
+
     def attend(
         self,
         query: Tensor,

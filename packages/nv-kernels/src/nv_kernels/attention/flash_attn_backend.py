@@ -35,6 +35,11 @@ class FlashAttention2:
         """The name in the registry."""
         return "flash_attn"
 
+    @property
+    def waits_for_host(self) -> bool:
+        """Whether no CUDA graph can capture it."""
+        return False
+
     def attend(
         self,
         query: Tensor,

@@ -27,6 +27,11 @@ class TorchAttention:
         """The name in the registry."""
         return "torch"
 
+    @property
+    def waits_for_host(self) -> bool:
+        """Whether no CUDA graph can capture it."""
+        return True
+
     def attend(
         self,
         query: Tensor,

@@ -33,6 +33,11 @@ class TritonAttention:
         """The name in the registry."""
         return "triton"
 
+    @property
+    def waits_for_host(self) -> bool:
+        """Whether no CUDA graph can capture it."""
+        return False
+
     def attend(
         self,
         query: Tensor,
