@@ -67,13 +67,6 @@ class FlashAttention3:
 
 def unavailable_reason(shape: AttentionShape) -> str | None:
     """Says why this backend cannot run, as a clause; None when it can."""
-    error = _import_error()
-    if error is not None:
-        return (
-            f"the module flash_attn_interface cannot be imported here ({error}); build "
-            "FlashAttention-3 from the folder hopper of FlashAttention's repository, which needs "
-            "CUDA 12.3 or newer"
-        )
     if shape.device.type != "cuda":
         return f"it needs a CUDA device, not {shape.device.type}"
     capability = torch.cuda.get_device_capability(shape.device)
@@ -85,6 +78,14 @@ def unavailable_reason(shape: AttentionShape) -> str | None:
         return f"it reads no cache of {shape.cache_dtype}, only of {shape.dtype}"
     if shape.head_dim > _MAX_HEAD_DIM:
         return f"it supports head_dim up to {_MAX_HEAD_DIM}, not {shape.head_dim}"
+    # Asked last, so that nobody installs what could not be used anyway.
+    error = _import_error()
+    if error is not None:
+        return (
+            f"the module flash_attn_interface cannot be imported here ({error}); build "
+            "FlashAttention-3 from the folder hopper of FlashAttention's repository, which needs "
+            "CUDA 12.3 or newer"
+        )
     return None
 
 

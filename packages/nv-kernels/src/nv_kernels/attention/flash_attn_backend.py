@@ -59,12 +59,6 @@ class FlashAttention2:
 
 def unavailable_reason(shape: AttentionShape) -> str | None:
     """Says why this backend cannot run, as a clause; None when it can."""
-    error = _import_error()
-    if error is not None:
-        return (
-            f"the flash-attn package cannot be imported here ({error}); "
-            "install it with: pip install 'nv-kernels[flash-attn]'"
-        )
     if shape.device.type != "cuda":
         return f"it needs a CUDA device, not {shape.device.type}"
     capability = torch.cuda.get_device_capability(shape.device)
@@ -78,6 +72,13 @@ def unavailable_reason(shape: AttentionShape) -> str | None:
         return f"it supports head_dim up to {_MAX_HEAD_DIM}, not {shape.head_dim}"
     if shape.block_size % _BLOCK_SIZE_MULTIPLE:
         return f"it needs a block_size that is a multiple of 256, not {shape.block_size}"
+    # Asked last, so that nobody installs what could not be used anyway.
+    error = _import_error()
+    if error is not None:
+        return (
+            f"the flash-attn package cannot be imported here ({error}); "
+            "install it with: pip install 'nv-kernels[flash-attn]'"
+        )
     return None
 
 
