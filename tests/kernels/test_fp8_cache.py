@@ -38,6 +38,7 @@ from nv_kernels import (
     store_kv,
 )
 from nv_kernels.attention import triton_backend
+from nv_kernels.kv_quantisation import check_scales
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -349,6 +350,15 @@ def test_scales_are_checked_before_anything_runs(scale: float) -> None:
         paged_attention(
             rows, LayerKVCache(cache, cache, 1.0, scale), metadata_of(batch, "cpu"), scale=1.0
         )
+
+
+@pytest.mark.parametrize("scale", ["1.0", None])
+def test_scales_are_numbers(scale: Any) -> None:  # noqa: ANN401 - what no caller should pass
+    for cache_dtype in (FP8, torch.float32):
+        with pytest.raises(KernelInputError, match=r"k_scale is .*, but must be a number"):
+            check_scales(cache_dtype, scale, 2.0)
+        with pytest.raises(KernelInputError, match=r"v_scale is .*, but must be a number"):
+            check_scales(cache_dtype, 1.0, scale)
 
 
 def test_a_plain_cache_has_no_scales() -> None:

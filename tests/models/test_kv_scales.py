@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 import torch
@@ -56,8 +56,29 @@ def test_names_of_scales(checkpoint: Path, name: str) -> None:
     assert load_paged_model(checkpoint).kv_scales == ONES
 
 
-def test_a_checkpoint_without_scales(checkpoint: Path) -> None:
+def test_a_checkpoint_without_scales_says_what_is_used(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "nv_models.kv_scales")
     assert scales_of(checkpoint) == ONES
+    add_tensors(checkpoint, k_scale=torch.tensor(0.5))
+    assert scales_of(checkpoint) == ((0.5, 1.0), (1.0, 1.0))
+    assert [message.removeprefix(f"{checkpoint} has ") for message in caplog.messages] == [
+        "no scales for an fp8 KV cache: 1.0 is used",
+        "1 of 4 scales for an fp8 KV cache: 1.0 is used for the others",
+    ]
+    caplog.clear()
+    load_paged_model(checkpoint)
+    assert not caplog.messages
+
+
+def test_a_checkpoint_with_all_scales_says_nothing(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "nv_models.kv_scales")
+    store_scales(checkpoint, SCALES)
+    scales_of(checkpoint)
+    assert not caplog.messages
 
 
 def test_one_scale_for_both_and_what_only_quantised_attention_needs(checkpoint: Path) -> None:
@@ -73,10 +94,13 @@ def test_one_scale_for_both_and_what_only_quantised_attention_needs(checkpoint: 
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        ({"k_scale": torch.ones(2)}, r"k_scale has shape [2], but a scale of the KV cache must be"),
-        ({"v_scale": torch.tensor(0.0)}, "v_scale is 0.0, but a scale must be positive"),
-        ({"v_scale": torch.tensor(-1.0)}, "v_scale is -1.0, but a scale must be positive"),
-        ({"attn__k_scale": torch.tensor(torch.nan)}, "k_scale is nan, but a scale must be"),
+        ({"k_scale": torch.ones(2)}, "has shape [2], but a scale of the KV cache must be"),
+        ({"v_scale": torch.tensor(0.0)}, "is 0.0, but a scale must be positive"),
+        ({"v_scale": torch.tensor(-1.0)}, "is -1.0, but a scale must be positive"),
+        ({"v_scale": torch.tensor(1e-40)}, "e-41, but a scale must be positive and from 1.18e-38"),
+        ({"v_scale": torch.tensor(3e38)}, "e+38, but a scale must be positive and from"),
+        ({"attn__k_scale": torch.tensor(torch.nan)}, "is nan, but a scale must be"),
+        ({"attn__k_scale": torch.tensor(torch.inf)}, "is inf, but a scale must be"),
         (
             {"attn__k_scale": torch.ones(1), "k_scale": torch.ones(1)},
             "are scales of the same thing; keep one",
@@ -85,8 +109,11 @@ def test_one_scale_for_both_and_what_only_quantised_attention_needs(checkpoint: 
 )
 def test_scales_that_are_none(checkpoint: Path, tensors: dict[str, Tensor], message: str) -> None:
     add_tensors(checkpoint, **tensors)
-    with pytest.raises(WeightError, match=re.escape(message)):
+    with pytest.raises(WeightError, match=re.escape(message)) as error:
         scales_of(checkpoint)
+    assert f"model.layers.0.self_attn.{next(iter(tensors)).replace('__', '.')}" in str(error.value)
+    if len(tensors) == 1:
+        assert str(checkpoint) in str(error.value)
     # Nothing reads them for a plain cache.
     assert load_paged_model(checkpoint).kv_scales == ONES
 
@@ -97,26 +124,69 @@ def test_scales_of_layers_that_are_not_there(checkpoint: Path) -> None:
         scales_of(checkpoint)
 
 
-def edit_quantization(path: Path, **changes: object) -> None:
+SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
+COMPRESSED: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {},
+    "kv_cache_scheme": SCHEME,
+}
+MODELOPT: dict[str, Any] = {
+    "quant_method": "modelopt",
+    "quant_algo": None,
+    "kv_cache_quant_algo": "FP8",
+}
+MODELOPT_SCHEME: dict[str, Any] = {
+    "quant_method": "modelopt",
+    "kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False},
+}
+
+
+def edit_quantization(path: Path, quantization: dict[str, Any]) -> None:
     raw = json.loads((path / "config.json").read_text())
-    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
-    raw["quantization_config"] = {
-        "quant_method": "compressed-tensors",
-        "config_groups": {},
-        "kv_cache_scheme": scheme,
-        **changes,
-    }
+    raw["quantization_config"] = quantization
     (path / "config.json").write_text(json.dumps(raw))
 
 
-def test_a_checkpoint_calibrated_for_its_cache_only(checkpoint: Path) -> None:
+@pytest.mark.parametrize("quantization", [COMPRESSED, MODELOPT, MODELOPT_SCHEME])
+def test_a_checkpoint_calibrated_for_its_cache_only(
+    checkpoint: Path, quantization: dict[str, Any]
+) -> None:
     store_scales(checkpoint, SCALES)
-    edit_quantization(checkpoint)
+    edit_quantization(checkpoint, quantization)
     assert scales_of(checkpoint)[1][0] == pytest.approx(SCALES[1][0])
-    for name, value in (("config_groups", {"group_0": {}}), ("quant_method", "fp8")):
-        edit_quantization(checkpoint, **{name: value})
+    for name, value in (
+        ("config_groups", {"group_0": {}}),
+        ("quant_algo", "FP8"),
+        ("quant_method", "fp8"),
+        ("quant_method", None),
+        ("quant_method", []),
+    ):
+        edit_quantization(checkpoint, {**quantization, name: value})
         with pytest.raises(UnsupportedModelError, match="quantised weights"):
             open_checkpoint(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "message"),
+    [
+        ({**COMPRESSED, "kv_cache_scheme": {**SCHEME, "num_bits": 4}}, "num_bits 4 of"),
+        ({**COMPRESSED, "kv_cache_scheme": {**SCHEME, "type": "int"}}, "type 'int' of"),
+        ({**COMPRESSED, "kv_cache_scheme": {"num_bits": 8}}, "type 'int' of"),
+        ({**COMPRESSED, "kv_cache_scheme": {**SCHEME, "strategy": "channel"}}, "strategy 'channel"),
+        ({**COMPRESSED, "kv_cache_scheme": {**SCHEME, "symmetric": False}}, "symmetric False of"),
+        ({**MODELOPT, "kv_cache_quant_algo": "NVFP4"}, "kv_cache_quant_algo 'NVFP4' is not 'FP8'"),
+    ],
+)
+def test_a_cache_of_another_kind_is_refused(
+    checkpoint: Path, quantization: dict[str, Any], message: str
+) -> None:
+    edit_quantization(checkpoint, quantization)
+    with pytest.raises(
+        UnsupportedModelError, match="only 8-bit floats with a scale per tensor"
+    ) as error:
+        open_checkpoint(checkpoint)
+    assert message in str(error.value)
+    assert "kv_cache_dtype='auto'" in str(error.value)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])

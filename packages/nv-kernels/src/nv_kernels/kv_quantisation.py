@@ -33,8 +33,11 @@ FP8_MAX = torch.finfo(FP8).max
 CACHE_DTYPES = (*FLOAT_DTYPES, FP8)
 """What a cache that attention reads may consist of."""
 
+MIN_SCALE = torch.finfo(torch.float32).tiny
+"""The least scale: the smallest normal fp32, whose reciprocal is in range, too."""
 
-_MIN_SCALE = torch.finfo(torch.float32).tiny  # with this one, the reciprocal is in range, too
+MAX_SCALE = 1 / MIN_SCALE
+"""The largest scale, for the same reason."""
 
 
 def stored_dtypes(cache_dtype: torch.dtype) -> Sequence[torch.dtype]:
@@ -56,13 +59,18 @@ def check_scales(cache_dtype: torch.dtype, k_scale: float, v_scale: float) -> No
         v_scale: What a cached value is to be multiplied by.
 
     Raises:
-        KernelInputError: A scale is not positive or not in the range of fp32, or the cache is not
-            quantised and a scale is not 1.
+        KernelInputError: A scale is no number, not positive or not in the range of fp32, or the
+            cache is not quantised and a scale is not 1.
     """
     if k_scale == v_scale == 1.0:
         return
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if not _MIN_SCALE <= scale <= 1 / _MIN_SCALE:
+        if not isinstance(scale, (int, float)):
+            raise KernelInputError(
+                f"{name} is {scale!r}, but must be a number. Pass the largest magnitude to be "
+                "stored over 448, or 1.0."
+            )
+        if not MIN_SCALE <= scale <= MAX_SCALE:
             raise KernelInputError(
                 f"{name} is {scale}, but must be positive and in the range of fp32. Pass the "
                 "largest magnitude to be stored over 448, or 1.0."

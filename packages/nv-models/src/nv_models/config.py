@@ -36,6 +36,18 @@ DTYPES: dict[str, torch.dtype] = {
 }
 """The dtypes that weights and activations may have, by the name that config.json uses."""
 
+_KV_CACHE_FIELDS = {
+    "compressed-tensors": ("kv_cache_scheme",),
+    "modelopt": ("kv_cache_quant_algo", "kv_cache_scheme"),
+}
+"""Fields of a quantization_config that say how the KV cache is quantised, by its quant_method."""
+
+_FP8_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
+"""The kv_cache_scheme that is built."""
+
+_DEFAULT_SCHEME = {**_FP8_SCHEME, "type": "int"}
+"""What absent fields of a kv_cache_scheme stand for."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
@@ -232,7 +244,9 @@ def _refuse_unsupported_features(
 ) -> None:
     values = ConfigValues(raw, source)
     quantization = values.mapping("quantization_config")
-    if quantization and not _quantises_only_the_kv_cache(quantization):
+    if quantization and _quantises_only_the_kv_cache(quantization):
+        _refuse_unsupported_kv_scheme(quantization, source)
+    elif quantization:
         method = quantization.get("quant_method", "unknown method")
         raise UnsupportedModelError(
             f"quantised weights ({method}) are not supported: {source} has a quantization_config. "
@@ -257,11 +271,33 @@ def _refuse_unsupported_features(
 
 def _quantises_only_the_kv_cache(quantization: Mapping[str, Any]) -> bool:
     """Whether the weights are plain, and scales for an fp8 cache came with them."""
-    return (
-        quantization.get("quant_method") == "compressed-tensors"
-        and not quantization.get("config_groups")
-        and bool(quantization.get("kv_cache_scheme"))
-    )
+    if quantization.get("config_groups") or quantization.get("quant_algo"):
+        return False
+    method = quantization.get("quant_method")
+    fields = _KV_CACHE_FIELDS.get(method, ()) if isinstance(method, str) else ()
+    return any(quantization.get(field) for field in fields)
+
+
+def _refuse_unsupported_kv_scheme(quantization: Mapping[str, Any], source: str) -> None:
+    """Refuses scales that are not for float8_e4m3fn, one for all keys of a layer."""
+    values = ConfigValues(quantization, f"quantization_config of {source}")
+    algorithm = values.text("kv_cache_quant_algo", "FP8")
+    problems = [] if algorithm == "FP8" else [f"kv_cache_quant_algo {algorithm!r} is not 'FP8'"]
+    scheme = values.mapping("kv_cache_scheme")
+    if scheme:
+        given = {name: value for name, value in scheme.items() if value is not None}
+        actual = {**_DEFAULT_SCHEME, **given}
+        problems += [
+            f"{name} {actual[name]!r} of kv_cache_scheme is not {wanted!r}"
+            for name, wanted in _FP8_SCHEME.items()
+            if actual[name] != wanted
+        ]
+    if problems:
+        raise UnsupportedModelError(
+            f"this quantised KV cache is not supported, only 8-bit floats with a scale per tensor: "
+            f"{'; '.join(problems)} in {source}. Its weights are plain: without its "
+            "quantization_config the model is served with kv_cache_dtype='auto'"
+        )
 
 
 def _refuse_sliding_window(

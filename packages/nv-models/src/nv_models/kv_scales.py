@@ -6,18 +6,23 @@ for its values, under one of several names. Without them both are 1.
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from typing import TYPE_CHECKING
 
 import torch
 
+from nv_kernels.kv_quantisation import MAX_SCALE, MIN_SCALE
 from nv_models.errors import WeightError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from nv_models.checkpoint import Checkpoint, CheckpointTensor
+
+logger = logging.getLogger(__name__)
 
 KVScales = tuple[tuple[float, float], ...]
 """For each layer what cached keys and what cached values are to be multiplied by."""
@@ -47,11 +52,11 @@ def read_kv_scales(checkpoint: Checkpoint, num_layers: int) -> KVScales:
         num_layers: Decoder layers of the model.
 
     Returns:
-        The scales of each layer; 1.0 where the checkpoint has none.
+        The scales of each layer; 1.0 where the checkpoint has none, which the log says.
 
     Raises:
-        WeightError: A scale is no single positive number, a layer has two for the same thing, or
-            the model has no such layer.
+        WeightError: A scale is no single positive number in the range of fp32, a layer has two for
+            the same thing, or the model has no such layer.
     """
     found: dict[tuple[int, str], tuple[str, float]] = {}
     names = [name for name in checkpoint.tensor_infos() if _NAME.fullmatch(name)]
@@ -59,7 +64,8 @@ def read_kv_scales(checkpoint: Checkpoint, num_layers: int) -> KVScales:
         match = _NAME.fullmatch(tensor.info.name)
         if match is None:
             continue
-        layer, kinds, value = int(match[1]), match[2] or match[3], _read_scale(tensor)
+        layer, kinds = int(match[1]), match[2] or match[3]
+        value = _read_scale(tensor, checkpoint.path)
         if layer >= num_layers:
             raise WeightError(f"{tensor.info.name}: the model has {num_layers} layers only")
         for kind in kinds:
@@ -68,6 +74,7 @@ def read_kv_scales(checkpoint: Checkpoint, num_layers: int) -> KVScales:
                 raise WeightError(
                     f"{other} and {tensor.info.name} are scales of the same thing; keep one"
                 )
+    _log_missing(checkpoint.path, num_found=len(found), num_wanted=2 * num_layers)
     one = ("", 1.0)
     return tuple(
         (found.get((layer, "k"), one)[1], found.get((layer, "v"), one)[1])
@@ -75,19 +82,33 @@ def read_kv_scales(checkpoint: Checkpoint, num_layers: int) -> KVScales:
     )
 
 
-def _read_scale(tensor: CheckpointTensor) -> float:
+def _log_missing(path: Path, *, num_found: int, num_wanted: int) -> None:
+    if num_found == 0:
+        logger.info("%s has no scales for an fp8 KV cache: 1.0 is used", path)
+    elif num_found < num_wanted:
+        logger.warning(
+            "%s has %d of %d scales for an fp8 KV cache: 1.0 is used for the others",
+            path,
+            num_found,
+            num_wanted,
+        )
+
+
+def _read_scale(tensor: CheckpointTensor, path: Path) -> float:
     shape: Sequence[int] = tensor.info.shape
     if math.prod(shape) != 1:
         raise WeightError(
-            f"{tensor.info.name} has shape {list(shape)}, but a scale of the KV cache must be one "
-            "number for the layer; calibrate again per tensor, or use kv_cache_dtype='auto'"
+            f"{tensor.info.name} in {path} has shape {list(shape)}, but a scale of the KV cache "
+            "must be one number for the layer; calibrate again per tensor, or use "
+            "kv_cache_dtype='auto'"
         )
     stored = torch.empty(tuple(shape), dtype=torch.float32)
     tensor.copy_to(stored, [(0, size) for size in shape])
     scale = stored.item()
-    if not (math.isfinite(scale) and scale > 0):
+    if not MIN_SCALE <= scale <= MAX_SCALE:
         raise WeightError(
-            f"{tensor.info.name} is {scale}, but a scale must be positive and finite; download the "
-            "checkpoint again, or use kv_cache_dtype='auto'"
+            f"{tensor.info.name} in {path} is {scale}, but a scale must be positive and from "
+            f"{MIN_SCALE:.3g} to {MAX_SCALE:.3g}; download the checkpoint again, or use "
+            "kv_cache_dtype='auto'"
         )
     return scale
