@@ -187,6 +187,33 @@ def test_what_is_given_goes_before_the_fitted_log(
     assert header.num_blocks > 1200
 
 
+def test_the_cache_is_the_log_s_unless_another_is_asked_for(nv_sim: Run, tmp_path: Path) -> None:
+    log, again = tmp_path / "fp8.jsonl", tmp_path / "again.jsonl"
+    assert nv_sim("run", *SMALL, "--kv-cache-dtype", "fp8_e4m3", "--log", log)[0] == 0
+    command = ("run", "-n", 20, "-q", "--fit-log", log, "--log", again)
+    for given, kv_dtype_bytes in ((None, 1), ("fp8", 1), ("fp8_e4m3", 1), ("auto", None)):
+        more = () if given is None else ("--kv-cache-dtype", given)
+        assert nv_sim(*command, *more)[0] == 0
+        model = read_step_log(again).header.model
+        assert model is not None
+        assert model["kv_dtype_bytes"] == kv_dtype_bytes
+    # A model of one's own has the cache that its dtype asks for.
+    assert nv_sim(*command, "-m", "qwen3-8b")[0] == 0
+    assert read_step_log(again).header.model == find_model("qwen3-8b").as_dict()
+
+
+def test_a_gpu_without_fp8_is_remarked_on(nv_sim: Run) -> None:
+    command = ("plan", "llama-3-8b", "-n", 20)
+    for dtype in ("fp8", "fp8_e4m3"):
+        status, out, err = nv_sim(*command, "--gpu", "a100", "--kv-cache-dtype", dtype)
+        assert status == 0
+        assert "64.00 KiB" in out
+        assert err.startswith("a100 has no fp8 conversion: ")
+        assert not nv_sim(*command, "--gpu", "h100", "--kv-cache-dtype", dtype)[2]
+    assert not nv_sim(*command, "--gpu", "a100")[2]
+    assert not nv_sim(*command, "--gpu", "a100", "--kv-cache-dtype", "auto")[2]
+
+
 def test_a_log_that_names_no_model_or_policy_says_so(
     nv_sim: Run, tmp_path: Path, fitted: Path
 ) -> None:

@@ -26,6 +26,7 @@ class Hardware:
         step_overhead_s: Fixed cost of a step.
         seq_overhead_s: Cost of each sequence in a step.
         link_bytes_per_s: Bandwidth to the other GPUs of one host, one way; 0 if there is none.
+        converts_fp8: Whether it converts fp8, as GPUs do from compute capability 8.9 on.
     """
 
     name: str
@@ -41,12 +42,13 @@ class Hardware:
     step_overhead_s: float = 0.0
     seq_overhead_s: float = 0.0
     link_bytes_per_s: float = 0.0
+    converts_fp8: bool = True
 
     def __post_init__(self) -> None:
         """Checks every number."""
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name == "name":
+            if field.name in ("name", "converts_fp8"):
                 continue
             least = 1 if field.name == "norm" else 0
             is_limit = not field.name.endswith("overhead_s") and field.name != "link_bytes_per_s"
@@ -69,6 +71,7 @@ HARDWARE: dict[str, Hardware] = {
             norm=1.5,
             layer_overhead_s=38e-6,
             link_bytes_per_s=300e9,
+            converts_fp8=False,
         ),
         Hardware(
             name="h100",

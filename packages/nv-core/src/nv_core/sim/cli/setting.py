@@ -36,6 +36,9 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 RECORDED_BLOCKS = 8_192
 """Block tables are recorded for pools up to this size, since larger ones are not drawn."""
 
+_KV_DTYPE_BYTES = {"auto": None, "fp8": 1, "fp8_e4m3": 1}
+"""`ModelShape.kv_dtype_bytes` by the value of --kv-cache-dtype."""
+
 
 @dataclass(frozen=True)
 class FittedTimes:
@@ -59,7 +62,7 @@ class Setting:
     rate: float | None
     seed: int
     model: str | ModelShape
-    kv_cache_dtype: str
+    kv_cache_dtype: str | None
     gpu: str
     tensor_parallel_size: int
     policy: str
@@ -87,7 +90,9 @@ class Setting:
     def shape(self) -> ModelShape:
         """The model."""
         shape = load_shape(self.model) if isinstance(self.model, str) else self.model
-        return replace(shape, kv_dtype_bytes=1) if self.kv_cache_dtype == "fp8" else shape
+        if self.kv_cache_dtype is None:
+            return shape  # of a log, which knows its cache's dtype
+        return replace(shape, kv_dtype_bytes=_KV_DTYPE_BYTES[self.kv_cache_dtype])
 
     @property
     def hardware(self) -> Hardware:
@@ -215,7 +220,7 @@ def make_setting(options: Mapping[str, Any], *, policy: str | None = None) -> Se
     values = {**options, "policy": "mixed" if policy is None else policy, "fitted": None}
     path = values.pop("fit_log")
     if path is None:
-        return Setting(**values)
+        return _with_remarks(Setting(**values))
     log = read_log(path)
     found = fit(log)
     source = click.get_current_context().get_parameter_source
@@ -227,7 +232,19 @@ def make_setting(options: Mapping[str, Any], *, policy: str | None = None) -> Se
     for note in (f"fitted to {found.num_steps} steps of {path}; {error}", *notes):
         click.echo(note, err=True)
     device = f"steps of {log.header.device or 'an unknown device'}"
-    return Setting(**{**values, "fitted": FittedTimes(found.latency, device)})
+    return _with_remarks(Setting(**{**values, "fitted": FittedTimes(found.latency, device)}))
+
+
+def _with_remarks(setting: Setting) -> Setting:
+    """Says what the simulation leaves out of a setting; returns the setting."""
+    is_fp8 = _KV_DTYPE_BYTES.get(setting.kv_cache_dtype or "auto") == 1
+    if is_fp8 and not setting.hardware.converts_fp8:
+        click.echo(
+            f"{setting.gpu} has no fp8 conversion: the engine holds as many tokens there, but its "
+            "attention is PyTorch's, much slower than simulated",
+            err=True,
+        )
+    return setting
 
 
 def read_log(path: Path) -> StepLog:
@@ -303,10 +320,10 @@ _OPTIONS = (
     click.option("--seed", type=int, default=0, show_default=True),
     click.option(
         "--kv-cache-dtype",
-        type=click.Choice(["auto", "fp8"]),
-        default="auto",
-        show_default=True,
-        help="fp8 halves the KV cache of a model in bfloat16.",
+        type=click.Choice(list(_KV_DTYPE_BYTES)),
+        show_default="auto, or that of --fit-log's model",
+        help="auto for the model's dtype; fp8 (or fp8_e4m3) halves the KV cache of a model in "
+        "bfloat16, and the engine's kernels for it need compute capability 8.9.",
     ),
     click.option("--gpu", type=click.Choice(list(HARDWARE)), default="h200", show_default=True),
     click.option("--tensor-parallel-size", "--tp", type=_COUNT, default=1, show_default=True),
