@@ -148,7 +148,10 @@ ENGINE_FLAGS = (
     Flag("num_gpu_blocks_override", "Number of KV blocks, whatever memory there is.", int),
     Flag("gpu_memory_utilization", "Share of the GPU's memory to fill.", float),
     Flag("kv_cache_memory_bytes", "Size of the KV cache, as in 4GiB.", parse=parse_bytes),
-    Flag("kv_cache_dtype", "auto, or fp8 for half the memory."),
+    Flag(
+        "kv_cache_dtype",
+        "auto, or fp8 for half the memory of 16 bits; fast from compute capability 8.9 on.",
+    ),
     Flag("tensor_parallel_size", "Number of GPUs that share the model.", int),
     Flag("distributed_executor", "Who starts the ranks: mp, or external (torchrun)."),
     Flag("distributed_executor_backend", "vLLM's name of that: mp or external_launcher."),
