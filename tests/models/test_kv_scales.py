@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nv_models import UnsupportedModelError, WeightError, open_checkpoint
+from nv_models import TensorParallel, UnsupportedModelError, WeightError, open_checkpoint
 from paged_runner import PagedRunner, load_paged_model
 from quantised_reference import quantised_logits, store_scales
 from tiny_checkpoints import TinySpec, load_reference, reference_logits, write_checkpoint
@@ -68,7 +68,12 @@ def test_a_checkpoint_without_scales_says_what_is_used(
         "1 of 4 scales for an fp8 KV cache: 1.0 is used for the others",
     ]
     caplog.clear()
+    # Nor does a plain cache miss them, nor a rank repeat what the first one says.
     load_paged_model(checkpoint)
+    group = cast("torch.distributed.ProcessGroup", object())  # loading needs no communication
+    second = TensorParallel(1, 2, group)
+    model = load_paged_model(checkpoint, tensor_parallel=second, load_kv_scales=True)
+    assert model.kv_scales == ((0.5, 1.0), (1.0, 1.0))
     assert not caplog.messages
 
 

@@ -44,15 +44,18 @@ def is_scale_name(name: str) -> bool:
     return bool(_NAME.fullmatch(name) or _UNUSED.fullmatch(name))
 
 
-def read_kv_scales(checkpoint: Checkpoint, num_layers: int) -> KVScales:
+def read_kv_scales(
+    checkpoint: Checkpoint, num_layers: int, *, log_missing: bool = True
+) -> KVScales:
     """Reads the scales of an fp8 KV cache.
 
     Args:
         checkpoint: The checkpoint.
         num_layers: Decoder layers of the model.
+        log_missing: Whether the log says that scales are missing.
 
     Returns:
-        The scales of each layer; 1.0 where the checkpoint has none, which the log says.
+        The scales of each layer; 1.0 where the checkpoint has none.
 
     Raises:
         WeightError: A scale is no single positive number in the range of fp32, a layer has two for
@@ -74,7 +77,8 @@ def read_kv_scales(checkpoint: Checkpoint, num_layers: int) -> KVScales:
                 raise WeightError(
                     f"{other} and {tensor.info.name} are scales of the same thing; keep one"
                 )
-    _log_missing(checkpoint.path, num_found=len(found), num_wanted=2 * num_layers)
+    if log_missing:
+        _log_missing(checkpoint.path, num_found=len(found), num_wanted=2 * num_layers)
     one = ("", 1.0)
     return tuple(
         (found.get((layer, "k"), one)[1], found.get((layer, "v"), one)[1])

@@ -103,7 +103,10 @@ def load_model(
     else:
         _fill_from_checkpoint(model, checkpoint, on_progress)
         if load_kv_scales:
-            model.kv_scales = read_kv_scales(checkpoint, checkpoint.config.num_layers)
+            # One rank says what all of them find.
+            model.kv_scales = read_kv_scales(
+                checkpoint, checkpoint.config.num_layers, log_missing=tensor_parallel.rank == 0
+            )
     logger.info(
         "loaded %s from %s: %.2f GiB of weights on %s",
         checkpoint.config.architecture,
