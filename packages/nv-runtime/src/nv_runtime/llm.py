@@ -261,8 +261,8 @@ class LLM:
             use_tqdm: Whether to show a progress bar on standard error.
 
         Returns:
-            How many were captured: 0 if all are there, and where there are none (on a CPU, and with
-            `enforce_eager`).
+            How many were captured: 0 if all are there, and where there are none (on a CPU, with
+            `enforce_eager`, and with the attention backend "torch").
 
         Raises:
             ConcurrentUseError: Another thread is using this `LLM`.
