@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nv_core.errors import ConfigError
-from nv_models.config_values import ConfigValues
+from nv_models.config_values import MAX_INTEGER, ConfigValues
 from nv_models.errors import UnsupportedModelError
 from nv_models.registry import (
     Architecture,
@@ -47,6 +47,10 @@ _FP8_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric"
 
 _DEFAULT_SCHEME = {**_FP8_SCHEME, "type": "int"}
 """What absent fields of a kv_cache_scheme stand for."""
+
+# Far above any model. A damaged file says millions, and each layer costs memory and time even
+# before its weights do.
+_MAX_LAYERS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +114,12 @@ class ModelConfig:
             "head_dim",
             "max_position_embeddings",
         ):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
+            most = _MAX_LAYERS if name == "num_layers" else MAX_INTEGER
+            if value > most:
+                raise ConfigError(f"{name} must be at most {most}, got {value}")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads "
@@ -172,7 +180,7 @@ class ModelConfig:
         """
         architecture = _read_architecture(raw, source)
         values = ConfigValues(raw, source)
-        num_layers = values.integer("num_hidden_layers")
+        num_layers = values.integer("num_hidden_layers", at_most=_MAX_LAYERS)
         _refuse_unsupported_features(raw, architecture, num_layers, source)
         hidden_size = values.integer("hidden_size")
         num_heads = values.integer("num_attention_heads")

@@ -1,10 +1,16 @@
-"""Typed reading of a JSON object, with errors that name the field, the value and the file."""
+"""Typed reading of JSON or GGUF metadata, with errors naming field, value and file."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from nv_core.errors import ConfigError
+
+# A vocabulary or a chat template in the wrong place should not fill the screen.
+_MAX_SHOWN_CHARACTERS = 200
+
+MAX_INTEGER = 2**31 - 1
+"""Most that any integer may be: kernels index along one dimension with 32 bits."""
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,11 +31,13 @@ class ConfigValues:
         self._values = values
         self._source = source
 
-    def integer(self, name: str, default: int | None = None) -> int:
+    def integer(self, name: str, default: int | None = None, *, at_most: int = MAX_INTEGER) -> int:
         """Returns an integer field."""
         value = self._get(name, default)
         if isinstance(value, bool) or not isinstance(value, int):
             raise self._error(name, value, "an integer")
+        if value > at_most:
+            raise self._error(name, value, f"at most {at_most}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
@@ -69,6 +77,51 @@ class ConfigValues:
                 raise self._error(name, value, "a token id, a list of token ids or null")
         return tuple(dict.fromkeys(ids))
 
+    def optional_text(self, name: str) -> str | None:
+        """Returns a string field, or None for an absent or null one."""
+        return None if self._values.get(name) is None else self.text(name)
+
+    def optional_boolean(self, name: str) -> bool | None:
+        """Returns a true/false field, or None for an absent or null one."""
+        return None if self._values.get(name) is None else self.boolean(name, default=False)
+
+    def optional_token_id(self, name: str, *, num_tokens: int) -> int | None:
+        """Returns a token id below `num_tokens`, or None for an absent or null field."""
+        value = self._values.get(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < num_tokens:
+            raise self._error(name, value, f"a token id from 0 to {num_tokens - 1}")
+        return value
+
+    def optional_texts(self, name: str) -> tuple[str, ...] | None:
+        """Returns a list of strings, or None for an absent or null field."""
+        value = self._values.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self._error(name, value, "a list of strings")
+        return tuple(value)
+
+    def optional_integers(self, name: str) -> tuple[int, ...] | None:
+        """Returns a list of integers, or None for an absent or null field."""
+        value = self._values.get(name)
+        if value is None:
+            return None
+        # By exact type: a boolean is an integer to isinstance.
+        if not isinstance(value, list) or not {type(item) for item in value} <= {int}:
+            raise self._error(name, value, "a list of integers")
+        return tuple(value)
+
+    def optional_numbers(self, name: str) -> tuple[float, ...] | None:
+        """Returns a list of numbers as floats, or None for an absent or null field."""
+        value = self._values.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, list) or not {type(item) for item in value} <= {int, float}:
+            raise self._error(name, value, "a list of numbers")
+        return tuple(float(item) for item in value)
+
     def _get(self, name: str, default: Any) -> Any:  # noqa: ANN401 - JSON values, checked above
         value = self._values.get(name)
         if value is not None:
@@ -78,4 +131,11 @@ class ConfigValues:
         return default
 
     def _error(self, name: str, value: object, wanted: str) -> ConfigError:
-        return ConfigError(f"{name} in {self._source} must be {wanted}, got {value!r}")
+        return ConfigError(f"{name} in {self._source} must be {wanted}, got {shown(value)}")
+
+
+def shown(value: object) -> str:
+    """Returns the repr of a value for a message, cut where it is long."""
+    text = repr(value)
+    short = text[:_MAX_SHOWN_CHARACTERS]
+    return text if short == text else f"{short}... ({len(text)} characters)"

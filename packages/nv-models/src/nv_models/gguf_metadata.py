@@ -6,19 +6,24 @@ Keys that change the computed numbers in a way this package does not know are re
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nv_core.errors import ConfigError
 from nv_models.config import ModelConfig
-from nv_models.config_values import ConfigValues
+from nv_models.config_values import ConfigValues, shown
 from nv_models.errors import UnsupportedModelError, WeightError
 from nv_models.registry import find_gguf_architecture
 from nv_models.rope import RopeConfig, yarn_attention_factor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+_LAYER = re.compile(r"blk\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +50,7 @@ class GGUFTokenizerData:
         add_eos: Whether `eos_token_id` is put behind a text; None when the file does not say.
         add_space_prefix: Whether a space is put before a text; None when the file does not say.
         chat_template: Jinja template of a conversation, or None.
+        source: What messages call the file.
     """
 
     model: str
@@ -63,6 +69,7 @@ class GGUFTokenizerData:
     add_eos: bool | None
     add_space_prefix: bool | None
     chat_template: str | None
+    source: str = "the GGUF file"
 
 
 def read_gguf_tokenizer(metadata: Mapping[str, Any], *, source: str) -> GGUFTokenizerData:
@@ -73,34 +80,40 @@ def read_gguf_tokenizer(metadata: Mapping[str, Any], *, source: str) -> GGUFToke
         source: What messages call the file.
 
     Raises:
-        ConfigError: The file has no tokenizer, or a value is of the wrong type.
+        ConfigError: The file has no tokenizer, a value is of the wrong type, or a token id is none
+            of the vocabulary.
     """
     values = ConfigValues(metadata, source)
+    ggml = "tokenizer.ggml"
+    model = values.text(f"{ggml}.model")
+    tokens = values.optional_texts(f"{ggml}.tokens")
+    if not tokens:
+        raise ConfigError(
+            f"{ggml}.tokens in {source} must be a list of at least one string, got "
+            f"{'none' if tokens is None else 'an empty one'}"
+        )
 
-    def get(name: str) -> Any:  # noqa: ANN401 - typed by the fields of the result
-        return metadata.get(f"tokenizer.ggml.{name}")
-
-    def get_tuple(name: str) -> Any:  # noqa: ANN401 - typed by the fields of the result
-        value = get(name)
-        return None if value is None else tuple(value)
+    def token_id(name: str) -> int | None:
+        return values.optional_token_id(f"{ggml}.{name}_token_id", num_tokens=len(tokens))
 
     return GGUFTokenizerData(
-        model=values.text("tokenizer.ggml.model"),
-        pre=get("pre"),
-        tokens=get_tuple("tokens") or (),
-        token_types=get_tuple("token_type"),
-        scores=get_tuple("scores"),
-        merges=get_tuple("merges"),
-        bos_token_id=get("bos_token_id"),
-        eos_token_id=get("eos_token_id"),
-        eot_token_id=get("eot_token_id"),
-        eom_token_id=get("eom_token_id"),
-        unknown_token_id=get("unknown_token_id"),
-        padding_token_id=get("padding_token_id"),
-        add_bos=get("add_bos_token"),
-        add_eos=get("add_eos_token"),
-        add_space_prefix=get("add_space_prefix"),
-        chat_template=metadata.get("tokenizer.chat_template"),
+        model=model,
+        pre=values.optional_text(f"{ggml}.pre"),
+        tokens=tokens,
+        token_types=values.optional_integers(f"{ggml}.token_type"),
+        scores=values.optional_numbers(f"{ggml}.scores"),
+        merges=values.optional_texts(f"{ggml}.merges"),
+        bos_token_id=token_id("bos"),
+        eos_token_id=token_id("eos"),
+        eot_token_id=token_id("eot"),
+        eom_token_id=token_id("eom"),
+        unknown_token_id=token_id("unknown"),
+        padding_token_id=token_id("padding"),
+        add_bos=values.optional_boolean(f"{ggml}.add_bos_token"),
+        add_eos=values.optional_boolean(f"{ggml}.add_eos_token"),
+        add_space_prefix=values.optional_boolean(f"{ggml}.add_space_prefix"),
+        chat_template=values.optional_text("tokenizer.chat_template"),
+        source=source,
     )
 
 
@@ -113,10 +126,21 @@ _SAMPLING_KEYS = {
 }
 
 
-def read_gguf_generation_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the recommended sampling of a GGUF file in the names of generation_config.json."""
+def read_gguf_generation_config(metadata: Mapping[str, Any], *, source: str) -> dict[str, Any]:
+    """Returns the recommended sampling of a GGUF file in the names of generation_config.json.
+
+    Args:
+        metadata: Values of the keys.
+        source: What messages call the file.
+
+    Raises:
+        ConfigError: A value is no number.
+    """
+    values = ConfigValues(metadata, source)
     return {
-        name: metadata[key] for key, name in _SAMPLING_KEYS.items() if metadata.get(key) is not None
+        name: values.integer(key) if name == "top_k" else values.number(key)
+        for key, name in _SAMPLING_KEYS.items()
+        if metadata.get(key) is not None
     }
 
 
@@ -142,14 +166,27 @@ def read_gguf_config(
     Raises:
         ConfigError: A key is missing or of the wrong type.
         UnsupportedModelError: The model needs something that this package does not compute.
-        WeightError: There is no embedding, which the size of the vocabulary follows from.
+        WeightError: There is no embedding, which the size of the vocabulary follows from, or
+            tensors are fewer than the layers or of another size than the metadata says.
     """
     values = ConfigValues(metadata, source)
     prefix = values.text("general.architecture")
-    architecture = find_gguf_architecture(prefix)
+    try:
+        architecture = find_gguf_architecture(prefix)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{error} (general.architecture in {source})") from None
     _refuse_unsupported_keys(metadata, prefix, source)
     if "token_embd.weight" not in tensor_shapes:
         raise WeightError(f"{source} has no tensor token_embd.weight; download it again")
+    embedding_shape = tensor_shapes["token_embd.weight"]
+    if len(embedding_shape) != 2:
+        raise WeightError(
+            f"token_embd.weight in {source} must have two dimensions, got {list(embedding_shape)}; "
+            "download the file again"
+        )
+    vocab_size = embedding_shape[0]
+    num_layers = values.integer(f"{prefix}.block_count")
+    _check_layers_exist(num_layers, tensor_shapes, key=f"{prefix}.block_count", source=source)
 
     def per_layer(name: str, default: int | None = None) -> int:
         return _same_in_all_layers(metadata, f"{prefix}.{name}", default, source)
@@ -158,16 +195,20 @@ def read_gguf_config(
     context_length = values.integer(f"{prefix}.context_length")
     hidden_size = values.integer(f"{prefix}.embedding_length")
     end_keys = ("eos_token_id", "eot_token_id", "eom_token_id")
-    end_ids = [metadata.get(f"tokenizer.ggml.{key}") for key in end_keys]
+    end_ids = [
+        values.optional_token_id(f"tokenizer.ggml.{key}", num_tokens=vocab_size) for key in end_keys
+    ]
+    head_dim = _read_head_dim(values, prefix, hidden_size // max(num_heads, 1), source)
+    _check_divisors(frequency_divisors, head_dim // 2, source)
     return ModelConfig(
         architecture=architecture.name,
-        vocab_size=tensor_shapes["token_embd.weight"][0],
+        vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=per_layer("feed_forward_length"),
-        num_layers=values.integer(f"{prefix}.block_count"),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=per_layer("attention.head_count_kv", num_heads),
-        head_dim=_read_head_dim(values, prefix, hidden_size // max(num_heads, 1), source),
+        head_dim=head_dim,
         max_position_embeddings=context_length,
         rms_norm_eps=values.number(f"{prefix}.attention.layer_norm_rms_epsilon"),
         rope=_read_rope(values, prefix, context_length, frequency_divisors, source),
@@ -178,8 +219,31 @@ def read_gguf_config(
         mlp_bias="blk.0.ffn_gate.bias" in tensor_shapes,
         dtype=dtype,
         eos_token_ids=tuple(dict.fromkeys(i for i in end_ids if i is not None)),
-        bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
+        bos_token_id=values.optional_token_id("tokenizer.ggml.bos_token_id", num_tokens=vocab_size),
     )
+
+
+def _check_layers_exist(
+    num_layers: int, tensor_shapes: Mapping[str, tuple[int, ...]], *, key: str, source: str
+) -> None:
+    """Compares the number of layers with the tensors, before anything of that size is made."""
+    matches = (_LAYER.match(name) for name in tensor_shapes)
+    found = len({match[1] for match in matches if match is not None})
+    if num_layers > found:
+        raise WeightError(
+            f"{key} in {source} is {num_layers}, but the file has tensors of {found} layers only; "
+            "it is damaged or incomplete: download it again"
+        )
+
+
+def _check_divisors(divisors: tuple[float, ...] | None, num_pairs: int, source: str) -> None:
+    if divisors is None:
+        return
+    if len(divisors) != num_pairs or not all(math.isfinite(d) and d > 0 for d in divisors):
+        raise WeightError(
+            f"rope_freqs.weight in {source} must hold {num_pairs} positive numbers (one for two "
+            f"elements of a head), got {shown(list(divisors))}; download the file again"
+        )
 
 
 def _refuse_unsupported_keys(metadata: Mapping[str, Any], prefix: str, source: str) -> None:
@@ -196,16 +260,17 @@ def _refuse_unsupported_keys(metadata: Mapping[str, Any], prefix: str, source: s
     for key, feature in features.items():
         if metadata.get(key):
             raise UnsupportedModelError(
-                f"{feature} is not supported ({key} = {metadata[key]} in {source})"
+                f"{feature} is not supported ({key} = {shown(metadata[key])} in {source})"
             )
     if metadata.get(f"{prefix}.attention.causal") is False:
         raise UnsupportedModelError(
             f"bidirectional attention is not supported ({prefix}.attention.causal is false in "
             f"{source})"
         )
-    if metadata.get("split.count", 1) > 1:
+    num_parts = ConfigValues(metadata, source).integer("split.count", 1)
+    if num_parts > 1:
         raise UnsupportedModelError(
-            f"{source} is one of {metadata['split.count']} parts of a split GGUF file: merge them "
+            f"{source} is one of {num_parts} parts of a split GGUF file: merge them "
             "first, with llama.cpp's `llama-gguf-split --merge`"
         )
 
@@ -213,14 +278,17 @@ def _refuse_unsupported_keys(metadata: Mapping[str, Any], prefix: str, source: s
 def _same_in_all_layers(
     metadata: Mapping[str, Any], key: str, default: int | None, source: str
 ) -> int:
-    value = metadata.get(key)
-    if isinstance(value, list):
-        if len(set(value)) != 1:
-            raise UnsupportedModelError(
-                f"layers that differ are not supported ({key} = {value} in {source})"
-            )
-        return int(value[0])
-    return ConfigValues(metadata, source).integer(key, default)
+    values = ConfigValues(metadata, source)
+    if not isinstance(metadata.get(key), list):
+        return values.integer(key, default)
+    per_layer = values.optional_integers(key) or ()
+    if not per_layer:
+        raise ConfigError(f"{key} in {source} must have a value for each layer, got an empty list")
+    if len(set(per_layer)) > 1:
+        raise UnsupportedModelError(
+            f"layers that differ are not supported ({key} = {shown(list(per_layer))} in {source})"
+        )
+    return per_layer[0]
 
 
 def _read_head_dim(values: ConfigValues, prefix: str, default: int, source: str) -> int:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
@@ -62,8 +62,8 @@ def build_gguf_tokenizer(data: GGUFTokenizerData) -> GGUFTokenizer:
     """Builds the tokenizer that a GGUF file describes.
 
     Raises:
-        ConfigError: The file's tokenizer is of an unknown kind, names an unknown pre-tokenizer, or
-            lacks what its kind needs.
+        ConfigError: The file's tokenizer is of an unknown kind, names an unknown pre-tokenizer,
+            lacks what its kind needs, or has merges that its vocabulary does not hold.
     """
     if data.model == "gpt2":
         backend, adds_bos = _byte_level(data)
@@ -71,8 +71,8 @@ def build_gguf_tokenizer(data: GGUFTokenizerData) -> GGUFTokenizer:
         backend, adds_bos = _sentencepiece(data)
     else:
         raise ConfigError(
-            f"tokenizer.ggml.model: {data.model!r} is not supported; supported are 'gpt2' "
-            "(byte-level BPE) and 'llama' (SentencePiece BPE)."
+            f"tokenizer.ggml.model: {data.model!r} is not supported (in {data.source}); "
+            "supported are 'gpt2' (byte-level BPE) and 'llama' (SentencePiece BPE)."
         )
     _add_special_tokens(backend, data)
     if data.add_bos is not None:
@@ -164,14 +164,18 @@ def _byte_level(data: GGUFTokenizerData) -> tuple[tokenizers.Tokenizer, bool]:
     pre = known.get(name)
     if pre is None:
         raise ConfigError(
-            f"tokenizer.ggml.pre: the pre-tokenizer {name!r} is not known, and any other would "
-            f"give wrong token ids; known are {sorted(known)}. Use the model's Hugging Face "
-            "directory, or pass its tokenizer.json directory as tokenizer."
+            f"tokenizer.ggml.pre: the pre-tokenizer {name!r} is not known (in {data.source}), and "
+            f"any other would give wrong token ids; known are {sorted(known)}. Use the "
+            "model's Hugging Face directory, or pass its tokenizer.json directory as tokenizer."
         )
     if not data.merges:
-        raise ConfigError("tokenizer.ggml.merges: a byte-level (gpt2) tokenizer needs merges.")
+        raise ConfigError(
+            f"tokenizer.ggml.merges: a byte-level (gpt2) tokenizer needs merges, and {data.source} "
+            "has none."
+        )
     backend = tokenizers.Tokenizer(
-        models.BPE(
+        _byte_pair_model(
+            data,
             vocab=_vocabulary(data),
             merges=[_pair(merge) for merge in data.merges],
             ignore_merges=pre.ignore_merges,
@@ -191,7 +195,8 @@ def _sentencepiece(data: GGUFTokenizerData) -> tuple[tokenizers.Tokenizer, bool]
     vocabulary = _vocabulary(data)
     unknown = None if data.unknown_token_id is None else data.tokens[data.unknown_token_id]
     backend = tokenizers.Tokenizer(
-        models.BPE(
+        _byte_pair_model(
+            data,
             vocab=vocabulary,
             merges=_merges_from_scores(data, vocabulary),
             unk_token=unknown,
@@ -209,6 +214,19 @@ def _sentencepiece(data: GGUFTokenizerData) -> tuple[tokenizers.Tokenizer, bool]
     return backend, True
 
 
+def _byte_pair_model(
+    data: GGUFTokenizerData,
+    **settings: Any,  # noqa: ANN401 - those of the library
+) -> models.BPE:
+    try:
+        return models.BPE(**settings)
+    except Exception as error:  # the library raises no narrower class
+        raise ConfigError(
+            f"tokenizer.ggml.merges in {data.source} must each be two tokens of the vocabulary "
+            f"that make a third, with a space between: {error}. Download the file again."
+        ) from error
+
+
 def _merges_from_scores(
     data: GGUFTokenizerData, vocabulary: Mapping[str, int]
 ) -> list[tuple[str, str]]:
@@ -224,7 +242,8 @@ def _merges_from_scores(
     if data.scores is None or len(data.scores) != len(data.tokens):
         raise ConfigError(
             "tokenizer.ggml.scores: a SentencePiece (llama) tokenizer needs one score per token, "
-            f"got {0 if data.scores is None else len(data.scores)} for {len(data.tokens)} tokens."
+            f"got {0 if data.scores is None else len(data.scores)} for {len(data.tokens)} tokens "
+            f"in {data.source}."
         )
     scores, types = data.scores, data.token_types
     joined = [i for i in range(len(data.tokens)) if not types or types[i] == _NORMAL]
