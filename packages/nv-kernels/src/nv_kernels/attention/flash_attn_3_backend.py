@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from nv_kernels.attention.checks import check_attention_inputs
-from nv_kernels.attention.flash_attn_padding import (
+from nv_kernels.attention.flash_attn_common import (
     append_padding,
     clear_padding,
     has_no_context,
     num_decode_rows,
+    unsupported_shape_reason,
 )
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from nv_kernels.metadata import AttentionMetadata, FreshKV, LayerKVCache
 
 _CAPABILITY_MAJOR = 9
-_MAX_HEAD_DIM = 256
 
 
 class FlashAttention3:
@@ -72,12 +72,9 @@ def unavailable_reason(shape: AttentionShape) -> str | None:
     capability = torch.cuda.get_device_capability(shape.device)
     if capability[0] != _CAPABILITY_MAJOR:
         return f"it needs compute capability 9.x (Hopper), and this device has {capability}"
-    if shape.dtype not in (torch.float16, torch.bfloat16):
-        return f"it computes in float16 and bfloat16, not {shape.dtype}"
-    if shape.cache_dtype != shape.dtype:
-        return f"it reads no cache of {shape.cache_dtype}, only of {shape.dtype}"
-    if shape.head_dim > _MAX_HEAD_DIM:
-        return f"it supports head_dim up to {_MAX_HEAD_DIM}, not {shape.head_dim}"
+    reason = unsupported_shape_reason(shape)
+    if reason is not None:
+        return reason
     # Asked last, so that nobody installs what could not be used anyway.
     error = _import_error()
     if error is not None:

@@ -9,11 +9,12 @@ import torch
 from torch.nn.functional import pad
 
 from nv_kernels.attention.checks import check_attention_inputs
-from nv_kernels.attention.flash_attn_padding import (
+from nv_kernels.attention.flash_attn_common import (
     append_padding,
     clear_padding,
     has_no_context,
     num_decode_rows,
+    unsupported_shape_reason,
 )
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from nv_kernels.metadata import AttentionMetadata, FreshKV, LayerKVCache
 
 _MIN_CAPABILITY = (8, 0)
-_MAX_HEAD_DIM = 256
 _BLOCK_SIZE_MULTIPLE = 256
 
 
@@ -64,12 +64,9 @@ def unavailable_reason(shape: AttentionShape) -> str | None:
     capability = torch.cuda.get_device_capability(shape.device)
     if capability < _MIN_CAPABILITY:
         return f"it needs compute capability 8.0 or higher, and this device has {capability}"
-    if shape.dtype not in (torch.float16, torch.bfloat16):
-        return f"it computes in float16 and bfloat16, not {shape.dtype}"
-    if shape.cache_dtype != shape.dtype:
-        return f"it reads no cache of {shape.cache_dtype}, only of {shape.dtype}"
-    if shape.head_dim > _MAX_HEAD_DIM:
-        return f"it supports head_dim up to {_MAX_HEAD_DIM}, not {shape.head_dim}"
+    reason = unsupported_shape_reason(shape)
+    if reason is not None:
+        return reason
     if shape.block_size % _BLOCK_SIZE_MULTIPLE:
         return f"it needs a block_size that is a multiple of 256, not {shape.block_size}"
     # Asked last, so that nobody installs what could not be used anyway.

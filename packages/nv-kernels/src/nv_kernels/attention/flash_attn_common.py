@@ -1,7 +1,7 @@
-"""What the flash-attn packages leave to their caller: rows that belong to no sequence.
+"""What the adapters of both flash-attn packages share: limits, and rows that belong to no sequence.
 
-Their kernels know sequences only. A batch of ours may have more rows, as captured graphs need
-them, and promises zeros there.
+The packages' kernels know sequences only. A batch of ours may have more rows, as captured graphs
+need them, and promises zeros there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,21 @@ from torch.nn.functional import pad
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from nv_kernels.attention.backend import AttentionShape
     from nv_kernels.metadata import AttentionMetadata
+
+_MAX_HEAD_DIM = 256
+
+
+def unsupported_shape_reason(shape: AttentionShape) -> str | None:
+    """Says which dtype or head size neither package computes, as a clause; None if both do."""
+    if shape.dtype not in (torch.float16, torch.bfloat16):
+        return f"it computes in float16 and bfloat16, not {shape.dtype}"
+    if shape.cache_dtype != shape.dtype:
+        return f"it reads no cache of {shape.cache_dtype}, only of {shape.dtype}"
+    if shape.head_dim > _MAX_HEAD_DIM:
+        return f"it supports head_dim up to {_MAX_HEAD_DIM}, not {shape.head_dim}"
+    return None
 
 
 def has_no_context(metadata: AttentionMetadata) -> bool:
