@@ -130,16 +130,19 @@ class Step:
         self.step_id = -1
         self.prefix_cache_stats = PrefixCacheStats()
         self.waiting = WaitingQueue()
-        self.budget = 0
+        self.budget = max_num_batched_tokens
         self.slots = max_num_seqs
 
     def begin(self, step_id: int) -> None:
         """Starts a new step; for the scheduler."""
         self.step_id = step_id
         self._refused = {}
-        self._forget_grants()
 
     def _forget_grants(self) -> None:
+        """Leaves nothing granted, as it is between steps.
+
+        What ends should not live on in a step that is over: its tokens take time to free.
+        """
         self._granted = []
         self._computed = []
         self._pending = []
@@ -168,8 +171,7 @@ class Step:
             num_free_blocks=self._blocks.num_free_blocks,
             num_cached_blocks=self._blocks.num_cached_blocks,
         )
-        # What ends should not live on in a step that is over: its tokens take time to free.
-        self._granted, self._admitted = [], []
+        self._forget_grants()
         if not plan.is_empty:
             self._preempted = []
             self._dropped = []
