@@ -25,7 +25,7 @@ import argparse
 import math
 import random
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -334,6 +334,8 @@ def make_problem(
         block_size=block_size,
         device=device,
     )
+    # As in a model's layers, where the kernel before writes the query, and no lengths or tables.
+    metadata = replace(metadata, is_settled=True)
     # Heads before tokens, as the runtime allocates it.
     shape = (2, ends[-1], case.num_kv_heads, block_size, case.head_dim)
     num_caches = 1

@@ -22,7 +22,7 @@ from kernel_oracles import (
     make_batch,
     targets,
 )
-from nv_kernels import KernelInputError, LayerKVCache
+from nv_kernels import KernelInputError, LayerKVCache, rms_norm
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -127,6 +127,23 @@ def test_neighbours_change_no_bit(target: Target, num_seqs: int) -> None:
             assert_same_bits(backwards[mirrored : mirrored + 1], together[row : row + 1])
     expected = problem.expected()
     assert_close(together, expected, rtol=0, atol=ATOL[target.dtype])
+
+
+@pytest.mark.parametrize("target", TRITON_TARGETS)
+@pytest.mark.parametrize("num_seqs", [3, pytest.param(150, marks=ON_GPU)])
+def test_settled_metadata_changes_no_bit(target: Target, num_seqs: int) -> None:
+    """Lengths may be read early then; what the kernel directly before writes may not."""
+    lens = [257, 0, 700, *(1 + 37 * seq % 300 for seq in range(num_seqs - 3))]
+    problem = decode_problem(lens, target, block_size=64, head_dim=64, num_padding_tokens=3)
+    settled = dataclasses.replace(problem.metadata, is_settled=True)
+    weight = torch.ones(64, dtype=target.dtype, device=target.device)
+    for _ in range(1 if target.device == "cpu" else 50):
+        raw = torch.randn_like(problem.query)
+        query = rms_norm(raw, weight, eps=1e-6, backend=target.backend)
+        early = dataclasses.replace(problem, query=query, metadata=settled)
+        together = early.run(target.backend)
+        late = dataclasses.replace(problem, query=query.clone())
+        assert_same_bits(together, late.run(target.backend))
 
 
 def make_reversed(problem: Problem) -> Problem:

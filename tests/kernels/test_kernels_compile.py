@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -22,8 +23,19 @@ pytestmark = [
 ]
 
 
-def launches(tmp_path: Path, *options: str) -> list[tuple[str, int, str]]:
-    """Name, bytes of shared memory and hash of what each launch of the script runs."""
+class Launch(NamedTuple):
+    """What one launch of the script runs."""
+
+    name: str
+    shared_bytes: int
+    version: str
+    early_reads: int
+    """Reads of global memory before it waits for the kernel before it; -1: it does not wait."""
+    early_writes: int
+
+
+def launches(tmp_path: Path, *options: str) -> list[Launch]:
+    """Runs the script."""
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
@@ -36,14 +48,17 @@ def launches(tmp_path: Path, *options: str) -> list[tuple[str, int, str]]:
     )
     assert done.returncode == 0, done.stderr
     words = [line.split() for line in done.stdout.splitlines()]
-    return [(name, int(size), compiled) for name, size, compiled in words]
+    return [
+        Launch(name, int(shared_bytes), version, int(reads), int(writes))
+        for name, shared_bytes, version, reads, writes in words
+    ]
 
 
 def test_batches_of_any_size_run_the_same_kernels(tmp_path: Path) -> None:
     """Otherwise a server stops for a second whenever a new size comes along."""
     compiled: dict[str, set[str]] = {}
-    for name, _, version in launches(tmp_path, "--batches"):
-        compiled.setdefault(name, set()).add(version)
+    for launch in launches(tmp_path, "--batches"):
+        compiled.setdefault(launch.name, set()).add(launch.version)
     for name in (
         "_prefill_kernel",
         "_hopper_prefill_kernel",
@@ -55,8 +70,8 @@ def test_batches_of_any_size_run_the_same_kernels(tmp_path: Path) -> None:
 
 
 def test_every_launch_compiles_for_hopper(tmp_path: Path) -> None:
-    shared_bytes = {name: size for name, size, _ in launches(tmp_path)}
-    assert set(shared_bytes) == {
+    launched = launches(tmp_path)
+    assert {launch.name for launch in launched} == {
         "_read_state_kernel",
         "_advance_state_kernel",
         "_weigh_parts_kernel",
@@ -78,4 +93,16 @@ def test_every_launch_compiles_for_hopper(tmp_path: Path) -> None:
         "_row_kernel",
         "_rows_kernel",
     }
-    assert max(shared_bytes.values()) <= MAX_SHARED_BYTES
+    assert max(launch.shared_bytes for launch in launched) <= MAX_SHARED_BYTES
+    # Nothing is written before the wait, and nothing is read but weights, where a kernel has any,
+    # and the lengths and tables of a batch, where the caller says that they are settled.
+    assert all(launch.early_writes <= 0 for launch in launched)
+    early_reads: dict[str, set[int]] = {}
+    for launch in launched:
+        early_reads.setdefault(launch.name, set()).add(launch.early_reads)
+    for name in ("_direct_kernel", "_split_kernel", "_combine_kernel"):
+        assert min(early_reads.pop(name)) == 0, name
+    weights = ("_row_kernel", "_rms_norm_kernel", "_add_rms_norm_kernel")
+    assert all(max(early_reads.pop(name)) > 0 for name in weights)
+    assert min(early_reads.pop("_rotate_and_store_kernel")) == 2  # halves of the norm's weight
+    assert all(reads <= {0, -1} for reads in early_reads.values())

@@ -18,7 +18,7 @@ from kernel_oracles import (
     rotary_oracle,
     targets,
 )
-from nv_kernels import KernelInputError, rotate_and_store
+from nv_kernels import KernelInputError, rms_norm, rotate_and_store
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -94,6 +94,41 @@ def test_queries_and_cache(
     num_written = (len(slots) - 1) * num_kv_heads * head_dim
     assert int((~key_cache.isnan()).sum()) == num_written
     assert int((~value_cache.isnan()).sum()) == num_written
+
+
+@pytest.mark.parametrize("target", targets())
+def test_settled_indices_change_no_bit(target: Target) -> None:
+    """They may be read early then; what the kernel directly before writes may not."""
+    num_rounds = 1 if target.device == "cpu" else 50
+    positions = torch.tensor([0, 63, 5, 17], dtype=torch.int32, device=target.device)
+    slots = torch.tensor([0, 19, -1, 7], dtype=torch.int32, device=target.device)
+    table = cos_sin(16, target)
+    weight = torch.ones(16, dtype=target.dtype, device=target.device)
+    for seed in range(num_rounds):
+        raw = random_tensor(seed, 4, 8, 16, target=target)
+        results = []
+        for is_settled in (True, False):
+            key_cache, value_cache = (
+                empty_cache(NUM_BLOCKS, BLOCK_SIZE, 2, 16, "head_major", target).zero_()
+                for _ in range(2)
+            )
+            qkv = rms_norm(raw, weight, eps=1e-6, backend=target.backend)
+            query = rotate_and_store(
+                qkv,
+                positions,
+                table,
+                key_cache,
+                value_cache,
+                slots,
+                query_weight=weight,
+                key_weight=weight,
+                eps=1e-6,
+                is_settled=is_settled,
+                backend=target.backend,
+            )
+            results.append([query, key_cache, value_cache])
+        for settled, unsettled in zip(*results, strict=True):
+            assert_same_bits(settled, unsettled)
 
 
 @pytest.mark.parametrize("layout", ["head_major", "contiguous"])

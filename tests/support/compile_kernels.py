@@ -7,7 +7,9 @@ the compiler refuses, such as a name with two types.
 
 from __future__ import annotations
 
+import re
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,6 +39,8 @@ from nv_kernels.triton import (
 )
 
 HOPPER = GPUTarget("cuda", 90, 32)
+READ = r"\bld\.global|\bcp\.async\.c[ag]|\bcp\.async\.bulk\S*shared\S*global"
+WRITE = r"\bst\.global|\batom\.|\bred\.|\bcp\.async\.bulk\S*global\S*shared"
 
 
 class Hopper:
@@ -58,14 +62,20 @@ class Hopper:
 def compile_launches() -> None:
     """Makes every launch compile its kernel and report it, instead of running it.
 
-    A line names the kernel, its bytes of shared memory, and what was compiled for the launch.
+    A line names the kernel, its bytes of shared memory, what was compiled for the launch, and how
+    many reads and writes of global memory stand before its wait for the kernel before it.
     """
     driver.set_active(Hopper())
     run = JITFunction.run
 
     def compile_launch(kernel: JITFunction, *args: Any, warmup: bool, **kwargs: Any) -> None:  # noqa: ANN401
         compiled = run(kernel, *args, warmup=True, **kwargs)
-        sys.stdout.write(f"{kernel.fn.__name__} {compiled.metadata.shared} {compiled.hash}\n")
+        before_wait, *after_wait = compiled.asm["ptx"].split("griddepcontrol.wait")
+        early = [len(re.findall(access, before_wait)) for access in (READ, WRITE)]
+        sys.stdout.write(
+            f"{kernel.fn.__name__} {compiled.metadata.shared} {compiled.hash} "
+            f"{' '.join(map(str, early)) if after_wait else '-1 -1'}\n"
+        )
 
     JITFunction.run = compile_launch
 
@@ -76,10 +86,13 @@ def attend(
     head_dim: int,
     block_size: int,
     cache_dtype: torch.dtype = torch.bfloat16,
+    *,
+    is_settled: bool = False,
 ) -> None:
     width = -(-max(context_lens) // block_size)
     tables = [[seq * width + block for block in range(width)] for seq in range(len(query_lens))]
     metadata = AttentionMetadata.from_lists(query_lens, context_lens, tables, block_size=block_size)
+    metadata = replace(metadata, is_settled=is_settled)
     num_blocks = len(query_lens) * width
     cache = torch.zeros(2, num_blocks, 2, block_size, head_dim, dtype=cache_dtype)
     query = torch.zeros(sum(query_lens), 4, head_dim, dtype=torch.bfloat16)
@@ -87,7 +100,7 @@ def attend(
     attention.paged_attention(query, kv_cache, metadata, scale=0.1)
 
 
-def store(num_tokens: int, cache_dtype: torch.dtype) -> None:
+def store(num_tokens: int, cache_dtype: torch.dtype, *, is_settled: bool) -> None:
     qkv = torch.zeros(num_tokens, 8, 128, dtype=torch.bfloat16)
     positions = torch.zeros(num_tokens, dtype=torch.int32)
     key_cache, value_cache = torch.zeros(2, 4, 16, 2, 128, dtype=cache_dtype)
@@ -103,6 +116,7 @@ def store(num_tokens: int, cache_dtype: torch.dtype) -> None:
         eps=1e-6,
         k_scale=1.0,
         v_scale=1.0,
+        is_settled=is_settled,
     )
     key, value = qkv[:, :2], qkv[:, 2:4]
     store_kv.store_kv(key, value, key_cache, value_cache, positions, k_scale=1.0, v_scale=1.0)
@@ -175,9 +189,11 @@ def main() -> None:
         return
     run_layer(3)
     for cache_dtype in (torch.bfloat16, torch.float8_e4m3fn):
-        store(3, cache_dtype)
-        attend([1], [300], 128, 64, cache_dtype)  # split, combine
-        attend([1, 1, 1, 9], [300, 5, 1, 9], 80, 16, cache_dtype)  # direct, prompts
+        for is_settled in (False, True):
+            store(3, cache_dtype, is_settled=is_settled)
+            attend([1], [300], 128, 64, cache_dtype, is_settled=is_settled)  # split, combine
+            lengths = [1, 1, 1, 9], [300, 5, 1, 9]
+            attend(*lengths, 80, 16, cache_dtype, is_settled=is_settled)  # direct, prompts
     for vocab_size in (131, 4500, 151936):
         sample(2, vocab_size)
     attend([1, 9, 200], [300, 9, 290], 128, 16)  # prompts by Hopper's own kernel

@@ -77,6 +77,9 @@ class AttentionMetadata:
     min_query_len: int = 0
     """At most the shortest query length of the sequences that have any, in tokens; 0 if unknown. A
     backend may save itself the search for decode steps if this is over 1."""
+    is_settled: bool = False
+    """Whether the kernel that is launched directly before an op writes none of these tensors, in
+    all ops that get this metadata. Kernels may then read them before that one has ended."""
     derived: dict[str, object] = field(default_factory=dict, repr=False)
     """What a backend works out once for all layers of the step, by a key of its own."""
 

@@ -74,6 +74,7 @@ class DecodeStep:
             slot_mapping=inputs.slot_mapping,
             max_query_len=1,
             max_context_len=max_context_len,
+            is_settled=True,  # a model starts with other kernels: embedding, norm, projection
         )
         hidden = self._model(inputs.token_ids, inputs.positions, self._kv_caches, metadata)
         shard = self._model.compute_logits_shard(hidden)

@@ -91,6 +91,7 @@ class StepLayout:
                 slot_mapping=slots[: self.num_tokens],
                 max_query_len=max_query_len,
                 max_context_len=max_context_len,
+                is_settled=True,  # a model starts with other kernels: embedding, norm, projection
             ),
             sample_rows=rows[:num_samples].long(),
         )

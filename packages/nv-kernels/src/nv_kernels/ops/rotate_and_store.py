@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +16,8 @@ from nv_kernels.kv_quantisation import CACHE_DTYPES, check_scales, stored_dtypes
 from nv_kernels.reference.rotate_and_store import rotate_and_store as rotate_and_store_reference
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
 
@@ -32,6 +35,7 @@ def rotate_and_store(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     derived: dict[str, object] | None = None,
+    is_settled: bool = False,
     backend: str = "auto",
 ) -> Tensor:
     """Normalises and rotates query and key heads, and stores keys and values in the cache.
@@ -62,6 +66,9 @@ def rotate_and_store(
         derived: Where what all layers of a step have in common is kept, such as
             `AttentionMetadata.derived`: calls that share one must share `positions`,
             `cos_sin_cache`, `slot_mapping` and the dtype. None keeps nothing.
+        is_settled: Whether the kernel that is launched directly before writes none of `positions`,
+            `cos_sin_cache` and `slot_mapping`, as `AttentionMetadata.is_settled` says it of its own
+            tensors. They may then be read before that kernel has ended.
         backend: "auto", "torch" or "triton". On a CPU, "auto" is faster than "torch".
 
     Returns:
@@ -146,9 +153,11 @@ def rotate_and_store(
                 k_scale=k_scale,
                 v_scale=v_scale,
             )
-    run = rotate_and_store_reference
+    run: Callable[..., Tensor] = rotate_and_store_reference
     if choose_implementation(backend, device) == "triton":
-        from nv_kernels.triton.rotate_and_store import rotate_and_store as run
+        from nv_kernels.triton.rotate_and_store import rotate_and_store as rotate_and_store_triton
+
+        run = partial(rotate_and_store_triton, is_settled=is_settled)
     return run(
         qkv,
         positions,

@@ -29,7 +29,7 @@ from nv_kernels.kv_quantisation import FP8
 from nv_kernels.triton.device import num_processors
 from nv_kernels.triton.fp8 import prepare_query, split_pairs
 from nv_kernels.triton.kv_tiles import load_tile, locate_tile
-from nv_kernels.triton.launch import launch_options, wait_for_previous
+from nv_kernels.triton.launch import launch_options, let_next_start, wait_for_previous
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -103,6 +103,7 @@ def attend_to_decodes(
         # No side under 16 either, and fp8 cuts it in two.
         "block_d": max(32 if is_fp8 else 16, triton.next_power_of_2(head_dim)),
         "is_fp8": is_fp8,
+        "is_settled": metadata.is_settled,
     }
     options = {
         "num_warps": config.num_warps,
@@ -189,6 +190,7 @@ def attend_to_decodes(
         max_num_splits=MAX_SPLITS,
         block_d=shape["block_d"],
         is_fp8=is_fp8,
+        is_settled=metadata.is_settled,
         num_warps=1,
         **launch_options(query),
     )
@@ -448,11 +450,22 @@ def _direct_kernel(
     block_n: tl.constexpr,
     block_d: tl.constexpr,
     is_fp8: tl.constexpr,
+    is_settled: tl.constexpr,
     overlaps: tl.constexpr,
 ) -> None:
-    wait_for_previous(overlaps)
+    wait_for_previous(overlaps and not is_settled, lets_next_start=False)
     kv_head = tl.program_id(0) % num_kv_heads
-    seq = tl.program_id(0).to(tl.int64) // num_kv_heads
+    index = tl.program_id(0).to(tl.int64) // num_kv_heads
+    seq = tl.minimum(index, num_seqs - 1)
+    # All at once, whatever the sequence turns out to be: each read takes as long as all of them.
+    token = tl.load(cu_seqlens_q_ptr + seq)
+    query_len = tl.load(cu_seqlens_q_ptr + seq + 1) - token
+    context_len = tl.load(context_lens_ptr + seq)
+    table_ptr = block_table_ptr + seq * block_table_stride
+    block, offset = locate_tile(table_ptr, 0, context_len, block_size, block_n)
+    if owns_padding:
+        num_real_tokens = tl.load(cu_seqlens_q_ptr + num_seqs)
+    wait_for_previous(overlaps and is_settled, lets_next_start=False)
     m = tl.arange(0, block_m)
     d = tl.arange(0, block_d)
     inside_md = (m < group)[:, None] & (d < head_dim)[None, :]
@@ -460,17 +473,11 @@ def _direct_kernel(
     token_stride = num_kv_heads * group * head_dim
     if owns_padding:
         # Program i also looks after token i, which is padding if no sequence has it.
-        if (seq >= tl.load(cu_seqlens_q_ptr + num_seqs)) & (seq < num_tokens):
+        if (index >= num_real_tokens) & (index < num_tokens):
             zeros = tl.zeros([block_m, block_d], output_ptr.dtype.element_ty)
-            tl.store(output_ptr + seq * token_stride + head_offset, zeros, mask=inside_md)
-        if seq >= num_seqs:
+            tl.store(output_ptr + index * token_stride + head_offset, zeros, mask=inside_md)
+        if index >= num_seqs:
             return
-    token = tl.load(cu_seqlens_q_ptr + seq)
-    query_len = tl.load(cu_seqlens_q_ptr + seq + 1) - token
-    context_len = tl.load(context_lens_ptr + seq)
-    table_ptr = block_table_ptr + seq * block_table_stride
-    # Looked up before the branch, so that the length and the first block are fetched together.
-    block, offset = locate_tile(table_ptr, 0, context_len, block_size, block_n)
     if (query_len != 1) | (context_len > longest_direct):
         return
     query, row_scale = _load_query(
@@ -508,6 +515,8 @@ def _direct_kernel(
         min_split_len,
         is_fp8,
     )
+    # Not before: sequences are spread evenly only over processors without other programs.
+    let_next_start(overlaps)
     # A sequence without context has a sum of zero and becomes zeros.
     result = accumulator / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
     if is_fp8:
@@ -553,9 +562,10 @@ def _split_kernel(
     block_n: tl.constexpr,
     block_d: tl.constexpr,
     is_fp8: tl.constexpr,
+    is_settled: tl.constexpr,
     overlaps: tl.constexpr,
 ) -> None:
-    wait_for_previous(overlaps)
+    wait_for_previous(overlaps and not is_settled)
     # Every program lists all splits of the batch, and takes every num_programs-th of them.
     index = tl.arange(0, block_seqs)
     inside = index < num_seqs
@@ -567,6 +577,7 @@ def _split_kernel(
     num_splits = (lens + split_lens - 1) // split_lens
     ends = tl.cumsum(num_splits, axis=0)
     num_items = tl.sum(num_splits, axis=0) * num_kv_heads
+    wait_for_previous(overlaps and is_settled)
 
     m = tl.arange(0, block_m)
     d = tl.arange(0, block_d)
@@ -649,27 +660,32 @@ def _combine_kernel(
     max_num_splits: tl.constexpr,
     block_d: tl.constexpr,
     is_fp8: tl.constexpr,
+    is_settled: tl.constexpr,
     overlaps: tl.constexpr,
 ) -> None:
-    wait_for_previous(overlaps)
+    wait_for_previous(overlaps and not is_settled)
     head = tl.program_id(0) % num_heads
-    seq = tl.program_id(0).to(tl.int64) // num_heads
-    d = tl.arange(0, block_d)
-    inside_d = d < head_dim
-    if owns_padding:
-        if (seq >= tl.load(cu_seqlens_q_ptr + num_seqs)) & (seq < num_tokens):
-            zeros = tl.zeros([block_d], output_ptr.dtype.element_ty)
-            place = output_ptr + (seq * num_heads + head) * head_dim
-            tl.store(place + d, zeros, mask=inside_d)
-        if seq >= num_seqs:
-            return
+    index = tl.program_id(0).to(tl.int64) // num_heads
+    seq = tl.minimum(index, num_seqs - 1)
     token = tl.load(cu_seqlens_q_ptr + seq)
     query_len = tl.load(cu_seqlens_q_ptr + seq + 1) - token
     context_len = tl.load(context_lens_ptr + seq)
-    if (query_len != 1) | (context_len <= longest_direct):
-        return
+    if owns_padding:
+        num_real_tokens = tl.load(cu_seqlens_q_ptr + num_seqs)
     split_len = _choose_split_len(context_len, min_split_len, max_num_splits)
     num_splits = (context_len + split_len - 1) // split_len
+    wait_for_previous(overlaps and is_settled)
+    d = tl.arange(0, block_d)
+    inside_d = d < head_dim
+    if owns_padding:
+        if (index >= num_real_tokens) & (index < num_tokens):
+            zeros = tl.zeros([block_d], output_ptr.dtype.element_ty)
+            place = output_ptr + (index * num_heads + head) * head_dim
+            tl.store(place + d, zeros, mask=inside_d)
+        if index >= num_seqs:
+            return
+    if (query_len != 1) | (context_len <= longest_direct):
+        return
     first = (seq * num_heads + head) * max_splits
 
     row_max = tl.full([], float("-inf"), tl.float32)

@@ -5,11 +5,16 @@ them. On Hopper and later a kernel may therefore be launched early ("programmati
 in CUDA). It then has to wait by itself for whatever came before:
 
 - `launch_options` go into the launch, and
-- `wait_for_previous` stands first in the kernel: all before it may only read what no kernel writes
-  while the engine runs (weights), and may write nothing at all.
+- `wait_for_previous` stands before all that depends on the kernel launched directly before. What
+  stands before it may read what no kernel writes while the engine runs (weights), or what the
+  caller promises was written earlier (`AttentionMetadata.is_settled`), and may write nothing.
 
 Every kernel that is launched early must wait, in every program, also where it returns at once. Only
 then does waiting for one kernel mean waiting for all before it.
+
+A kernel that keeps the GPU busy for long calls `let_next_start` at its end, instead of at its start
+with the wait: programs of the next kernel take places on processors, so that the programs after
+those would be spread unevenly.
 """
 
 from __future__ import annotations
@@ -45,11 +50,25 @@ def _can_overlap(device: torch.device) -> bool:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def wait_for_previous(overlaps: tl.constexpr) -> None:
-    """Waits until all earlier kernels have ended, then lets the next one be set up.
+def wait_for_previous(
+    overlaps: tl.constexpr,
+    lets_next_start: tl.constexpr = True,  # noqa: FBT002 - a constant of the kernel
+) -> None:
+    """Waits until all earlier kernels have ended, then (if wanted) lets the next one be set up.
 
     In this order: whoever starts early can rely on all but its direct predecessor having ended.
     """
     if overlaps:
         tl.extra.cuda.gdc_wait()
+        if lets_next_start:
+            tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def let_next_start(overlaps: tl.constexpr) -> None:
+    """Lets the next kernel be set up as soon as all programs of this one are here, or at an end.
+
+    Only after `wait_for_previous`.
+    """
+    if overlaps:
         tl.extra.cuda.gdc_launch_dependents()

@@ -111,13 +111,13 @@ def _rms_norm_kernel(
     block_n: tl.constexpr,
     overlaps: tl.constexpr,
 ) -> None:
+    column = tl.arange(0, block_n)[None, :]
+    weight = tl.load(weight_ptr + column, mask=column < n, other=0.0)
     wait_for_previous(overlaps)
     row = (tl.program_id(0) * block_rows + tl.arange(0, block_rows)).to(tl.int64)[:, None]
-    column = tl.arange(0, block_n)[None, :]
     inside = (row < num_rows) & (column < n)
     offset = (row // num_inner) * outer_stride + (row % num_inner) * inner_stride + column
     x = tl.load(x_ptr + offset, mask=inside, other=0.0)
-    weight = tl.load(weight_ptr + column, mask=column < n, other=0.0)
     tl.store(output_ptr + row * n + column, _normalize(x, weight, eps, n), mask=inside)
 
 
@@ -142,9 +142,10 @@ def _add_rms_norm_kernel(
     block_n: tl.constexpr,
     overlaps: tl.constexpr,
 ) -> None:
+    column = tl.arange(0, block_n)[None, :]
+    weight = tl.load(weight_ptr + column, mask=column < n, other=0.0)
     wait_for_previous(overlaps)
     row = (tl.program_id(0) * block_rows + tl.arange(0, block_rows)).to(tl.int64)[:, None]
-    column = tl.arange(0, block_n)[None, :]
     inside = (row < num_rows) & (column < n)
     outer, inner = row // num_inner, row % num_inner
     x_offset = outer * x_outer_stride + inner * x_inner_stride + column
@@ -158,7 +159,6 @@ def _add_rms_norm_kernel(
     x = x.to(residual.dtype)
     # The norm sees the sum as it is stored, rounded to its dtype, as transformers does.
     total = (x.to(tl.float32) + residual.to(tl.float32)).to(residual.dtype)
-    weight = tl.load(weight_ptr + column, mask=column < n, other=0.0)
     output_offset = row * n + column
     tl.store(total_ptr + output_offset, total, mask=inside)
     tl.store(output_ptr + output_offset, _normalize(total, weight, eps, n), mask=inside)

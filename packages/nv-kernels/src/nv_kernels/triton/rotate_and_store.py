@@ -38,6 +38,7 @@ def rotate_and_store(
     eps: float,
     k_scale: float,
     v_scale: float,
+    is_settled: bool,
 ) -> Tensor:
     """Implements `nv_kernels.ops.rotate_and_store.rotate_and_store`.
 
@@ -82,6 +83,7 @@ def rotate_and_store(
             block_size=block_size,
             has_norm=query_weight is not None,
             is_fp8=key_cache.dtype == FP8,
+            is_settled=is_settled,
             block_h=block_h,
             block_r=block_r,
             num_warps=2,
@@ -121,64 +123,59 @@ def _rotate_and_store_kernel(
     block_size: tl.constexpr,
     has_norm: tl.constexpr,
     is_fp8: tl.constexpr,
+    is_settled: tl.constexpr,
     block_h: tl.constexpr,
     block_r: tl.constexpr,
     overlaps: tl.constexpr,
 ) -> None:
-    wait_for_previous(overlaps)
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     h = tl.arange(0, block_h)[:, None]
     pair = tl.arange(0, block_r)[None, :]
+    inside_r = pair < half
+    # Every program reads all that comes before the projection, needed or not: these reads are done
+    # when the projection is.
+    first_weight, second_weight = tl.full([], 1.0, tl.float32), tl.full([], 1.0, tl.float32)
+    if has_norm:
+        weight_ptr = (query_weight_ptr if part < num_query_parts else key_weight_ptr) + pair
+        first_weight = tl.load(weight_ptr, mask=inside_r, other=0.0).to(tl.float32)
+        second_weight = tl.load(weight_ptr + half, mask=inside_r, other=0.0).to(tl.float32)
+    wait_for_previous(overlaps and not is_settled)
+    cos_ptr = cos_sin_ptr + tl.load(positions_ptr + token).to(tl.int64) * cos_sin_stride + pair
+    cos = tl.load(cos_ptr, mask=inside_r, other=0.0)
+    sin = tl.load(cos_ptr + half, mask=inside_r, other=0.0)
+    # int64: a pool of a few GB has more elements than int32 can count.
+    slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
+    wait_for_previous(overlaps and is_settled)
     token_ptr = qkv_ptr + token * qkv_token_stride + pair
     if part < num_query_parts:
         head = part * block_h + h
-        inside = (head < num_heads) & (pair < half)
+        inside = (head < num_heads) & inside_r
         source_ptr = token_ptr + head * qkv_head_stride
         first, second = _load_rotated(
-            source_ptr,
-            inside,
-            query_weight_ptr,
-            positions_ptr + token,
-            cos_sin_ptr,
-            cos_sin_stride,
-            eps,
-            half,
-            has_norm,
-            block_r,
+            source_ptr, inside, first_weight, second_weight, cos, sin, eps, half, has_norm
         )
         target_ptr = query_ptr + (token * num_heads + head) * (2 * half) + pair
         tl.store(target_ptr, first, mask=inside)
         tl.store(target_ptr + half, second, mask=inside)
         return
-    # int64 from here on: a pool of a few GB has more elements than int32 can count.
-    slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
     if slot < 0:
         return
     block, offset = slot // block_size, slot % block_size
     part -= num_query_parts
     if part < num_kv_parts:
         head = part * block_h + h
-        inside = (head < num_kv_heads) & (pair < half)
+        inside = (head < num_kv_heads) & inside_r
         source_ptr = token_ptr + (num_heads + head) * qkv_head_stride
         first, second = _load_rotated(
-            source_ptr,
-            inside,
-            key_weight_ptr,
-            positions_ptr + token,
-            cos_sin_ptr,
-            cos_sin_stride,
-            eps,
-            half,
-            has_norm,
-            block_r,
+            source_ptr, inside, first_weight, second_weight, cos, sin, eps, half, has_norm
         )
         slot_ptr = key_cache_ptr + block * key_block_stride + offset * key_offset_stride
         target_ptr = slot_ptr + head * key_head_stride + pair
         inverse_scale = inverse_k_scale
     else:
         head = (part - num_kv_parts) * block_h + h
-        inside = (head < num_kv_heads) & (pair < half)
+        inside = (head < num_kv_heads) & inside_r
         source_ptr = token_ptr + (num_heads + num_kv_heads + head) * qkv_head_stride
         first = tl.load(source_ptr, mask=inside, other=0.0)
         second = tl.load(source_ptr + half, mask=inside, other=0.0)
@@ -193,32 +190,27 @@ def _rotate_and_store_kernel(
 def _load_rotated(
     source_ptr: tl.tensor,
     inside: tl.tensor,
-    weight_ptr: tl.tensor,
-    position_ptr: tl.tensor,
-    cos_sin_ptr: tl.tensor,
-    cos_sin_stride: tl.tensor,
+    first_weight: tl.tensor,
+    second_weight: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
     eps: tl.tensor,
     half: tl.constexpr,
     has_norm: tl.constexpr,
-    block_r: tl.constexpr,
 ) -> tl.tuple:
-    """Loads heads, [h, r] pointers to their first halves, and returns their rotated halves."""
+    """Loads heads, [h, r] pointers to their first halves, and returns their rotated halves.
+
+    Weights (if normalised), cosines and sines are [1, r] fp32.
+    """
     dtype = source_ptr.dtype.element_ty
-    pair = tl.arange(0, block_r)[None, :]
-    inside_r = pair < half
     first = tl.load(source_ptr, mask=inside, other=0.0)
     second = tl.load(source_ptr + half, mask=inside, other=0.0)
     if has_norm:
         wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
         squares = wide_first * wide_first + wide_second * wide_second
         scale = tl.rsqrt(tl.sum(squares, axis=1)[:, None] / (2 * half) + eps)
-        first_weight = tl.load(weight_ptr + pair, mask=inside_r, other=0.0).to(tl.float32)
-        second_weight = tl.load(weight_ptr + half + pair, mask=inside_r, other=0.0).to(tl.float32)
         # Rounded twice, as the norm alone does it.
         first = ((wide_first * scale).to(dtype).to(tl.float32) * first_weight).to(dtype)
         second = ((wide_second * scale).to(dtype).to(tl.float32) * second_weight).to(dtype)
-    cos_ptr = cos_sin_ptr + tl.load(position_ptr).to(tl.int64) * cos_sin_stride + pair
-    cos = tl.load(cos_ptr, mask=inside_r, other=0.0)
-    sin = tl.load(cos_ptr + half, mask=inside_r, other=0.0)
     x, y = first.to(tl.float32), second.to(tl.float32)
     return (x * cos - y * sin).to(dtype), (y * cos + x * sin).to(dtype)

@@ -92,6 +92,7 @@ class Attention(nn.Module):
             k_scale=kv_cache.k_scale,
             v_scale=kv_cache.v_scale,
             derived=metadata.derived,
+            is_settled=metadata.is_settled,
         )
         attended = self.backend.attend(query, kv_cache, metadata, scale=self.scale)
         output: Tensor = self.o_proj(attended.flatten(1))
