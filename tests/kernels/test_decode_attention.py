@@ -36,6 +36,7 @@ TRITON_TARGETS = [
     for param in targets()
     if isinstance(t := param.values[0], Target) and t.backend == "triton"
 ]
+COMPILED_TARGETS = [param for param in TRITON_TARGETS if "-cuda-" in str(param.id)]
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device")]
 
 
@@ -98,6 +99,20 @@ def test_long_contexts_have_longer_splits(target: Target, context_len: int) -> N
         [context_len], target, block_size=256, num_heads=2, num_kv_heads=1, head_dim=16
     )
     problem.check(target.backend)
+
+
+@pytest.mark.parametrize("target", COMPILED_TARGETS)
+def test_contexts_of_128k(target: Target) -> None:
+    """A prompt's last chunk and decode steps, with scores that favour few of all those tokens."""
+    length = 131072
+    batch = make_batch([(1, length), (1, 5), (16, length), (1, length - 77)], 64)
+    problem = Problem.make(batch, target, num_heads=2, num_kv_heads=1, head_dim=64)
+    sharp = dataclasses.replace(problem, query=problem.query * 16)
+    expected = sharp.expected()
+    assert float(expected.abs().max()) > 0.5
+    # Scores of up to 60 are rounded before they are exponents.
+    atol = max(2 * ATOL[target.dtype], 5e-4)
+    assert_close(sharp.run(target.backend), expected, rtol=0, atol=atol)
 
 
 @pytest.mark.slow
