@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from nv_core.errors import ConfigError
+from nv_core.errors import ConfigError, NvError
 from nv_models import ModelConfig, RopeConfig, UnsupportedModelError
+from nv_models.rope import ROPE_TYPES, inverse_frequencies
 from tiny_checkpoints import FAMILIES, Family, TinySpec, make_config
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 BASE: dict[str, Any] = {
@@ -210,6 +213,17 @@ def test_unsupported_features_are_named(raw: dict[str, Any], message: str) -> No
         (changed(vocab_size=0), "vocab_size must be at least 1, got 0"),
         (changed(rms_norm_eps="1e-6"), "rms_norm_eps in config.json must be a number"),
         (changed(rms_norm_eps=-1.0), "rms_norm_eps must be at least 0"),
+        (changed(rms_norm_eps=math.inf), "rms_norm_eps must be at least 0 and finite, got inf"),
+        (changed(rms_norm_eps=10**400), "rms_norm_eps in .* must be in the range of a float"),
+        (changed(layer_types=5), "layer_types in config.json must be a list, got 5"),
+        (
+            changed(rope_scaling={"type": "yarn", "original_max_position_embeddings": 0}),
+            "needs original_max_position_embeddings of at least 1, got 0",
+        ),
+        (
+            changed(rope_scaling={"type": "yarn", "factor": 4.0, "beta_slow": -1.0}),
+            "rope beta_slow must be positive, from 1e-15 to 1e.15, got -1.0",
+        ),
         (changed(tie_word_embeddings="yes"), "tie_word_embeddings .* must be true or false"),
         (changed(eos_token_id="</s>"), "eos_token_id in config.json must be a token id, a list"),
         (changed(eos_token_id=[1, "2"]), "eos_token_id"),
@@ -224,6 +238,67 @@ def test_unsupported_features_are_named(raw: dict[str, Any], message: str) -> No
 def test_wrong_values_are_named(raw: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ModelConfig.from_dict(raw)
+
+
+ODD_VALUES: list[Any] = [
+    *(None, True, False, "", "x", [], ["x"], [1], [None], [[1]], {}, {"a": 1}),
+    *(-1, 0, 1, 7, 2**31, 10**400, -0.5, 0.5, 1e-320, 1e308, math.inf, math.nan),
+]
+PLAIN_FIELDS = (
+    *BASE,
+    *("dtype", "bos_token_id", "tie_word_embeddings", "attention_bias", "mlp_bias", "hidden_act"),
+    *("num_experts", "num_local_experts", "n_routed_experts", "is_causal", "layer_types"),
+    *("sliding_window", "use_sliding_window", "max_window_layers", "quantization_config"),
+    *("rope_scaling", "rope_parameters", "partial_rotary_factor"),
+    "original_max_position_embeddings",
+)
+ROPE_FIELDS = (
+    *("rope_type", "type", "factor", "rope_theta", "original_max_position_embeddings"),
+    *("mscale", "mscale_all_dim", "attention_factor", "beta_fast", "beta_slow", "truncate"),
+    *("low_freq_factor", "high_freq_factor", "partial_rotary_factor", "full_attention"),
+)
+KV_SCHEME = {"num_bits": 8, "type": "float"}
+QUANTIZATION_FIELDS = (
+    *("quant_method", "config_groups", "quant_algo", "kv_cache_scheme", "kv_cache_quant_algo"),
+)
+
+
+def configs_with(value: Any) -> Iterator[dict[str, Any]]:  # noqa: ANN401 - JSON values
+    """Yields configurations that open, but for one value somewhere."""
+    for name in ("Qwen3ForCausalLM", "MistralForCausalLM"):
+        for field in PLAIN_FIELDS:
+            yield {**BASE, "architectures": [name], "sliding_window": None, field: value}
+    for rope_type in ROPE_TYPES:
+        scaling = {"rope_type": rope_type, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+        scaling |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        for field in ROPE_FIELDS:
+            yield changed(rope_scaling={**scaling, field: value})
+        for field in ("max_position_embeddings", "original_max_position_embeddings"):
+            yield changed(**{"rope_scaling": scaling, field: value})
+    for method in ("compressed-tensors", "modelopt"):
+        quantization = {"quant_method": method, "kv_cache_scheme": KV_SCHEME}
+        for field in QUANTIZATION_FIELDS:
+            yield changed(quantization_config={**quantization, field: value})
+        for field in (*KV_SCHEME, "strategy", "symmetric"):
+            scheme = {**KV_SCHEME, field: value}
+            yield changed(quantization_config={**quantization, "kv_cache_scheme": scheme})
+
+
+@pytest.mark.parametrize("value", ODD_VALUES, ids=lambda value: repr(value)[:12])
+def test_any_value_in_any_field_is_refused_by_name_or_can_be_computed_with(value: Any) -> None:  # noqa: ANN401
+    num_read = 0
+    for raw in configs_with(value):
+        try:
+            config = ModelConfig.from_dict(raw)
+        except NvError:
+            continue
+        num_read += 1
+        assert config.longest_model_len > 0
+        assert hash(config) == hash(config)
+        if config.head_dim < 4096:
+            frequencies = inverse_frequencies(config.rope, config.head_dim)
+            assert bool(frequencies.isfinite().all()), raw
+    assert num_read > 0
 
 
 def test_from_pretrained_names_the_file(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ GGUF files bring their own metadata: see `gguf_metadata.py`, which makes the sam
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -129,8 +130,10 @@ class ModelConfig:
             raise ConfigError(
                 f"head_dim must be even, got {self.head_dim}: rotary embedding turns pairs"
             )
-        if not self.rms_norm_eps >= 0:
-            raise ConfigError(f"rms_norm_eps must be at least 0, got {self.rms_norm_eps}")
+        if not 0 <= self.rms_norm_eps < math.inf:
+            raise ConfigError(
+                f"rms_norm_eps must be at least 0 and finite, got {self.rms_norm_eps}"
+            )
         if self.dtype not in DTYPES.values():
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype}")
 
@@ -312,7 +315,7 @@ def _refuse_sliding_window(
     raw: Mapping[str, Any], architecture: Architecture, num_layers: int, source: str
 ) -> None:
     values = ConfigValues(raw, source)
-    layer_types = raw.get("layer_types") or []
+    layer_types = values.array("layer_types")
     others = sorted({str(kind) for kind in layer_types} - {"full_attention"})
     if others:
         raise UnsupportedModelError(

@@ -45,7 +45,10 @@ class ConfigValues:
         value = self._get(name, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise self._error(name, value, "a number")
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise self._error(name, value, "in the range of a float") from None
 
     def boolean(self, name: str, *, default: bool) -> bool:
         """Returns a true/false field."""
@@ -66,6 +69,13 @@ class ConfigValues:
         value = self._get(name, {})
         if not isinstance(value, dict):
             raise self._error(name, value, "an object")
+        return value
+
+    def array(self, name: str) -> list[Any]:
+        """Returns a list field, whatever it lists; an absent or null one is empty."""
+        value = self._get(name, [])
+        if not isinstance(value, list):
+            raise self._error(name, value, "a list")
         return value
 
     def token_ids(self, name: str) -> tuple[int, ...]:

@@ -32,6 +32,9 @@ RopeType = Literal["default", "linear", "dynamic", "yarn", "llama3"]
 
 ROPE_TYPES: tuple[RopeType, ...] = ("default", "linear", "dynamic", "yarn", "llama3")
 
+# Far beyond any model; what is computed with such numbers stays in the range of fp32.
+_MAX_NUMBER = 1e15
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
@@ -71,11 +74,23 @@ class RopeConfig:
     frequency_divisors: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name, floor in (("theta", 1), ("factor", 0), ("attention_factor", 0)):
+        if not 1 < self.theta <= _MAX_NUMBER:
+            raise ConfigError(
+                f"rope theta must be above 1 and at most {_MAX_NUMBER:g}, got {self.theta!r}"
+            )
+        for name in (
+            "factor",
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+            "low_freq_factor",
+            "high_freq_factor",
+        ):
             value = getattr(self, name)
-            if not (math.isfinite(value) and value > floor):
+            if not 1 / _MAX_NUMBER <= value <= _MAX_NUMBER:
                 raise ConfigError(
-                    f"rope {name} must be a finite number above {floor}, got {value!r}"
+                    f"rope {name} must be positive, from {1 / _MAX_NUMBER:g} to {_MAX_NUMBER:g}, "
+                    f"got {value!r}"
                 )
         if self.rope_type in ("dynamic", "yarn", "llama3"):
             length = self.original_max_position_embeddings
@@ -191,7 +206,8 @@ def read_rope_config(
 def _read_yarn(
     values: ConfigValues, theta: float, original: int, max_position_embeddings: int
 ) -> RopeConfig:
-    factor = values.number("factor", max_position_embeddings / original)
+    # An original length below 1 is refused by RopeConfig, whatever the factor is.
+    factor = values.number("factor", max_position_embeddings / max(original, 1))
     mscale = values.number("mscale", 0.0)
     mscale_all_dim = values.number("mscale_all_dim", 0.0)
     if mscale and mscale_all_dim:
