@@ -164,11 +164,22 @@ def test_recommended_sampling(tmp_path: Path) -> None:
     assert open_checkpoint(path).generation_config == expected
 
 
-def test_linear_scaling_in_the_oldest_spelling(tmp_path: Path) -> None:
+# As llama.cpp reads them: a factor alone is linear, and the type "none" switches one off.
+@pytest.mark.parametrize(
+    ("metadata", "expected"),
+    [
+        ({"llama.rope.scale_linear": 4.0}, RopeConfig(rope_type="linear", factor=4.0)),
+        ({"llama.rope.scaling.factor": 4.0}, RopeConfig(rope_type="linear", factor=4.0)),
+        ({"llama.rope.scaling.type": "linear"}, RopeConfig()),
+        ({"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0}, RopeConfig()),
+        ({"llama.rope.scaling.type": "none", "llama.rope.scale_linear": 4.0}, RopeConfig()),
+    ],
+)
+def test_spellings_of_linear_scaling(
+    metadata: dict[str, Any], expected: RopeConfig, tmp_path: Path
+) -> None:
     checkpoint = write_checkpoint(tmp_path / "hf", TinySpec(family="llama"))
-    old = {"llama.rope.scale_linear": 4.0}
-    path = write_gguf(tmp_path / "model.gguf", checkpoint, metadata=old)
-    expected = RopeConfig(theta=10000.0, rope_type="linear", factor=4.0)
+    path = write_gguf(tmp_path / "model.gguf", checkpoint, metadata=metadata)
     assert open_checkpoint(path).config.rope == expected
 
 
@@ -197,6 +208,15 @@ def test_unsupported_features_are_named(
     checkpoint = write_checkpoint(tmp_path / "hf", TinySpec(family="llama"))
     path = write_gguf(tmp_path / "model.gguf", checkpoint, metadata=metadata)
     with pytest.raises(UnsupportedModelError, match=message):
+        open_checkpoint(path)
+
+
+def test_a_factor_beside_frequency_divisors_is_named(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "hf", TinySpec(family="llama", rope=LLAMA3))
+    path = write_gguf(
+        tmp_path / "model.gguf", checkpoint, metadata={"llama.rope.scaling.factor": 4.0}
+    )
+    with pytest.raises(UnsupportedModelError, match=r"rope_freqs.weight together with .*linear"):
         open_checkpoint(path)
 
 

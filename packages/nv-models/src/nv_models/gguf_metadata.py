@@ -317,18 +317,19 @@ def _read_rope(
 ) -> RopeConfig:
     theta = values.number(f"{prefix}.rope.freq_base", 10000.0)
     scaling = f"{prefix}.rope.scaling"
-    kind = values.text(f"{scaling}.type", "none")
-    if frequency_divisors is not None and kind != "none":
+    # A factor without a type is linear; the type "none" switches a factor off. Files from before
+    # these keys had one key for linear scaling.
+    kind = values.text(f"{scaling}.type", "linear")
+    factor = values.number(f"{scaling}.factor", values.number(f"{prefix}.rope.scale_linear", 1.0))
+    if kind == "none" or (kind == "linear" and factor == 1.0):
+        return RopeConfig(theta=theta, frequency_divisors=frequency_divisors)
+    if frequency_divisors is not None:
         raise UnsupportedModelError(
             f"rope_freqs.weight together with {scaling}.type = {kind!r} is not supported "
             f"(in {source})"
         )
-    # Files from before the scaling keys had one key for linear scaling.
-    factor = values.number(f"{scaling}.factor", values.number(f"{prefix}.rope.scale_linear", 1.0))
-    if kind == "linear" or (kind == "none" and factor != 1.0):
+    if kind == "linear":
         return RopeConfig(theta=theta, rope_type="linear", factor=factor)
-    if kind == "none":
-        return RopeConfig(theta=theta, frequency_divisors=frequency_divisors)
     if kind != "yarn":
         raise UnsupportedModelError(
             f"{scaling}.type {kind!r} in {source} is not supported; "
