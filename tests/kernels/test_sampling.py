@@ -92,11 +92,13 @@ def adjustments_of(
         return None
     num_tables = 2 * len(rows)
     table_rows = [num_tables - 1 - 2 * index for index in range(len(rows))]
-    mask = torch.full((num_tables, -(-vocab_size // 32)), 0x55555555, dtype=torch.int32)
+    # A mask may be wider than the vocabulary, as for one that is padded.
+    mask = torch.full((num_tables, -(-vocab_size // 32) + 2), 0x55555555, dtype=torch.int32)
     bias = torch.full((num_tables, vocab_size), torch.nan)
     counts = torch.full((num_tables, vocab_size), 99, dtype=torch.int32)
     for table, row in zip(table_rows, rows, strict=True):
-        bits = torch.zeros(mask.shape[1] * 32, dtype=torch.int64)
+        bits = torch.ones(mask.shape[1] * 32, dtype=torch.int64)
+        bits[:vocab_size] = 0
         bits[list(range(vocab_size) if row.allowed is None else row.allowed)] = 1
         words = (bits.view(-1, 32) << torch.arange(32)).sum(dim=1)
         mask[table] = torch.where(words >= 2**31, words - 2**32, words).int()
@@ -157,9 +159,12 @@ FILTERS = [
     {"top_p": 0.9},
     {"top_p": 0.999},
     {"top_p": 1e-9},
+    {"top_p": 0.0},
     {"min_p": 0.2},
     {"min_p": 1e-4},
     {"min_p": 1.0},
+    {"min_p": 1.5},
+    {"top_k": 3, "top_p": 0.0},
     {"top_k": 20, "top_p": 0.8},
     {"top_k": 50, "top_p": 0.95, "min_p": 0.05},
     {"top_p": 0.7, "min_p": 0.01},
@@ -290,7 +295,7 @@ def test_equal_logits_stay_or_go_together(target: Target) -> None:
 
 
 @pytest.mark.parametrize("target", targets(dtypes=(torch.float32,)))
-@pytest.mark.parametrize("temperature", [1e-5, 1e30])
+@pytest.mark.parametrize("temperature", [1e-30, 1e-5, 1e30])
 def test_extreme_temperatures(target: Target, temperature: float) -> None:
     logits = random_tensor(6, 20, 5000, target=target, scale=100.0)
     rows = [Row(temperature=temperature, seed=seed) for seed in range(20)]
@@ -468,12 +473,28 @@ def test_wrong_arguments_are_named() -> None:
     for name, wrong in (
         ("table_rows", LogitAdjustments(ids)),
         ("allowed_mask", LogitAdjustments(rows, allowed_mask=torch.zeros(2, 8))),
+        ("allowed_mask", LogitAdjustments(rows, allowed_mask=rows[:, None][:, :0])),
         ("logit_bias", LogitAdjustments(rows, logit_bias=torch.zeros(2, 9))),
         ("token_counts", LogitAdjustments(rows, penalties=torch.zeros(2, 3))),
         ("penalties", LogitAdjustments(rows, token_counts=rows.expand(8, 2).T.contiguous())),
     ):
         with pytest.raises(KernelInputError, match=f"{name} has"):
             sample_tokens(logits, ones, ids, ids, adjustments=wrong)
+    for first_token in (-16, 2**31 - 8):
+        with pytest.raises(KernelInputError, match=f"first_token is {first_token}, but must be"):
+            sample_shard(logits, ones, ids, ids, first_token=first_token)
+
+
+@pytest.mark.parametrize("target", targets(dtypes=(torch.float32,)))
+def test_the_last_token_ids_that_there_are(target: Target) -> None:
+    logits = random_tensor(2, len(PLAIN), 40, target=target)
+    columns = draw_columns(PLAIN, logits.device)
+    first_token = 2**31 - 1 - 40
+    drawn = sample_shard(logits, *columns, first_token=first_token, backend=target.backend)
+    tokens = winning_tokens(drawn) - first_token
+    assert bool(((tokens >= 0) & (tokens < 40)).all())
+    greedy = columns[0] == 0
+    assert torch.equal(tokens[greedy], logits.argmax(dim=-1)[greedy])
 
 
 @pytest.mark.gpu

@@ -71,7 +71,7 @@ def kept(values: Sequence[float], row: Row) -> set[int]:
     """The tokens that the filters leave; `values` are divided by the temperature."""
     best = max(values)
     weights = [math.exp(value - best) for value in values]
-    left = {t for t, weight in enumerate(weights) if weight >= row.min_p and weight > 0}
+    left = {t for t, weight in enumerate(weights) if weight >= min(row.min_p, 1) and weight > 0}
     if row.top_k:
         ordered = sorted((values[t] for t in left), reverse=True)
         left = {t for t in left if values[t] >= ordered[: row.top_k][-1]}
@@ -79,7 +79,7 @@ def kept(values: Sequence[float], row: Row) -> set[int]:
         total = math.fsum(weights[t] for t in left)
         above, reaching, last = 0.0, set[int](), math.inf
         for t in sorted(left, key=lambda t: -values[t]):
-            if values[t] != last and above >= row.top_p * total:
+            if reaching and values[t] != last and above >= row.top_p * total:
                 break
             last = values[t]
             reaching.add(t)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nv_kernels.checks import check_last_dim_contiguous, check_tensor
+from nv_kernels.errors import KernelInputError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,8 +24,10 @@ REPETITION, FREQUENCY, PRESENCE = 0, 1, 2
 class LogitAdjustments:
     """Changes of single logits, looked up in tables that outlive the batch.
 
+    Tables may have any stride between rows; `table_rows` is trusted, not checked.
+
     Attributes:
-        table_rows: Each row's own row in the tables, [num_rows] int32.
+        table_rows: Each row's own row in the tables, [num_rows] int32, any stride.
         allowed_mask: One bit per token, [num_table_rows, >= ceil(vocab_size / 32)] int32: bit
             `t % 32` of word `t // 32` is 1 where token t may be drawn. None allows all.
         logit_bias: Is added to the logits, [num_table_rows, vocab_size] fp32; None for none.
@@ -55,16 +58,21 @@ class LogitAdjustments:
             dtypes=(torch.int32,),
             device=device,
         )
-        num_words = -(-vocab_size // 32)
-        for name, table, width, dtype in (
-            ("allowed_mask", self.allowed_mask, num_words, torch.int32),
-            ("logit_bias", self.logit_bias, vocab_size, torch.float32),
-            ("token_counts", self.token_counts, vocab_size, torch.int32),
+        for name, table, width_name, width, dtype in (
+            ("allowed_mask", self.allowed_mask, "num_words", None, torch.int32),
+            ("logit_bias", self.logit_bias, "vocab_size", vocab_size, torch.float32),
+            ("token_counts", self.token_counts, "vocab_size", vocab_size, torch.int32),
         ):
             if table is not None:
-                layout = f"[num_table_rows, {width}]"
+                layout = f"[num_table_rows, {width_name}]"
                 check_tensor(name, table, layout, [None, width], dtypes=(dtype,), device=device)
                 check_last_dim_contiguous(name, table)
+        num_words = -(-vocab_size // 32)
+        if self.allowed_mask is not None and self.allowed_mask.shape[1] < num_words:
+            raise KernelInputError(
+                f"allowed_mask has {self.allowed_mask.shape[1]} words a row, but {vocab_size} "
+                f"tokens need at least {num_words}, of 32 bits each. Give every token a bit."
+            )
         if self.token_counts is not None or self.penalties is not None:
             # An absent partner is shown as an empty tensor, whose shape the message then names.
             penalties = torch.empty(0) if self.penalties is None else self.penalties
@@ -91,11 +99,14 @@ class LogitAdjustments:
 class TokenFilters:
     """Which tokens are left out of a draw for being improbable.
 
+    The most probable one always stays, and all that are equal to it.
+
     Attributes:
-        top_k: Keeps this many most probable tokens, [num_rows] int32; 0 keeps all.
-        top_p: Keeps the smallest set that reaches this probability, [num_rows] fp32; 1 keeps all.
-        min_p: Drops tokens less probable than this share of the best one's, [num_rows] fp32; 0
-            keeps all.
+        top_k: Keeps this many most probable tokens, [num_rows] int32, any stride; 0 keeps all.
+        top_p: Keeps the smallest set that reaches this probability, [num_rows] fp32, any stride;
+            1 keeps all.
+        min_p: Drops tokens less probable than this share of the best one's, [num_rows] fp32, any
+            stride; 0 keeps all.
     """
 
     top_k: Tensor

@@ -57,7 +57,7 @@ def sample_tokens(
             -inf keeps a token from being drawn; each row must hold a finite value that is allowed,
             and neither NaN nor +inf.
         temperatures: [num_rows] fp32, any stride; 0 takes the best token (the lowest id among
-            equals).
+            equals). Others from 1e-30 to 1e30: beyond, products leave the range of fp32.
         seeds: [num_rows] int64, any value, any stride.
         positions: [num_rows] int64, any stride: the position in its sequence that each token will
             have.
@@ -112,7 +112,7 @@ def sample_shard(
         temperatures: As in `sample_tokens`.
         seeds: As in `sample_tokens`.
         positions: As in `sample_tokens`.
-        first_token: Token id of the first column, below 2**31 - num_tokens.
+        first_token: Token id of the first column, from 0 and below 2**31 - num_tokens.
         backend: "auto", "torch" or "triton".
 
     Returns:
@@ -120,9 +120,16 @@ def sample_shard(
         2**32 - 1 - token id, so that of equal scores the lowest id is the maximum.
 
     Raises:
-        KernelInputError: A shape, dtype, stride or device is not allowed.
+        KernelInputError: A shape, dtype, stride or device is not allowed, or `first_token` is out
+            of range.
     """
     _check_draw(logits, temperatures, seeds, positions)
+    most = 2**31 - 1 - logits.shape[1]
+    if not 0 <= first_token <= most:
+        raise KernelInputError(
+            f"first_token is {first_token}, but must be from 0 to {most}: token ids have 31 bits. "
+            "Pass the id of the shard's first column."
+        )
     if choose_implementation(backend, logits.device) == "triton":
         from nv_kernels.triton.sampling import sample_shard as sample_shard_triton
 

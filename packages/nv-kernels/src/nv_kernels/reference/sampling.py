@@ -103,12 +103,13 @@ def keep_probable(scaled: Tensor, *, top_k: Tensor, top_p: Tensor, min_p: Tensor
         min_p: [num_rows], 0 for off.
 
     Returns:
-        Which tokens stay, [num_rows, vocab_size] bool.
+        Which tokens stay, [num_rows, vocab_size] bool; the best ones always do.
     """
     ordered = scaled.sort(dim=-1, descending=True).values
     last = scaled.shape[1] - 1
     kth = ordered.gather(1, (top_k.long()[:, None] - 1).clamp(0, last))
-    lowest = torch.where(top_k[:, None] > 0, kth, -torch.inf).maximum(min_p.log()[:, None])
+    least_probable = min_p.clamp(0, 1).log()[:, None]
+    lowest = torch.where(top_k[:, None] > 0, kth, -torch.inf).maximum(least_probable)
     weights = ordered.exp().masked_fill(ordered < lowest, 0)
     # Probability of the tokens before each one; among equals the first of them decides for all.
     before = weights.cumsum(dim=-1) - weights

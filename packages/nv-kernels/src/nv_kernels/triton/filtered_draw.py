@@ -95,6 +95,12 @@ def draw_filtered(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _load_top_p(filters: Filters, row: tl.tensor) -> tl.tensor:
+    """Reads a row's top_p; always above 0, so that no target is reached by no token at all."""
+    return tl.maximum(load_value(filters.top_p, row), 1e-30)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _largest_key_reaching(keys: tl.tensor, weights: tl.tensor, target: tl.tensor) -> tl.tensor:
     """The largest key from which on the weights reach a target; the smallest int32 if none does."""
     reached = tl.sum(tl.where(keys >= 0, weights, 0.0), axis=0)
@@ -208,7 +214,7 @@ def _draw_from_row(
     """Finds the threshold among all tokens of a row, from that of min-p on, and draws."""
     scale = inverse_temperature(draw, row)
     top_k = load_value(filters.top_k, row)
-    top_p = load_value(filters.top_p, row)
+    top_p = _load_top_p(filters, row)
     if top_k > 0:
         kth = _row_key_reaching(
             logits, row, top_k.to(tl.float32), best, scale, num_parts, part_size, counts=True
@@ -256,7 +262,7 @@ def _draw_filtered_kernel(
     """Draws one row's token, with its filters if it has any."""
     row = tl.program_id(0).to(tl.int64)
     top_k = load_value(filters.top_k, row)
-    top_p = load_value(filters.top_p, row)
+    top_p = _load_top_p(filters, row)
     min_p = load_value(filters.min_p, row)
     is_drawn = load_value(draw.temperatures, row) > 0
     result = -1
@@ -266,7 +272,7 @@ def _draw_filtered_kernel(
         best = tl.max(maxima, axis=0)
         lowest = -2147483648
         if min_p > 0:
-            lowest = key_of(best + tl.log(min_p) / scale)
+            lowest = key_of(best + tl.log(tl.minimum(min_p, 1.0)) / scale)
         tile = tl.arange(0, block_tiles)
         tile_max = tl.load(
             tile_maxima_ptr + row * num_tiles + tile,
