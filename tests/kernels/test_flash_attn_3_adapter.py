@@ -7,6 +7,8 @@ leaves rows of no sequence as fresh memory may be: NaN.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -110,8 +112,11 @@ def test_batches(
     assert calls == ["flash_attn_with_kvcache"]
 
 
-def test_nothing_to_attend_to(calls: list[str]) -> None:
-    result = attend(problem_of(make_batch(((0, 0),), 16, num_padding_tokens=2), torch.bfloat16))
+@pytest.mark.parametrize("max_context_len", [0, 16])  # at least the longest of the batch
+def test_nothing_to_attend_to(max_context_len: int, calls: list[str]) -> None:
+    problem = problem_of(make_batch(((0, 0),), 16, num_padding_tokens=2), torch.bfloat16)
+    metadata = replace(problem.metadata, max_context_len=max_context_len)
+    result = attend(replace(problem, metadata=metadata))
     assert result.shape == (2, 4, 16)
     assert not bool(result.any())
     assert calls == []

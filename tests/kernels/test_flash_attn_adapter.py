@@ -7,6 +7,8 @@ NaN.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -115,12 +117,16 @@ def test_batches(
     assert calls == [function]
 
 
-def test_nothing_to_attend_to(calls: list[str]) -> None:
+@pytest.mark.parametrize("max_context_len", [0, 16])  # at least the longest of the batch
+def test_nothing_to_attend_to(max_context_len: int, calls: list[str]) -> None:
     batch = make_batch(((0, 0),), 256, num_padding_tokens=2)
     target = Target("flash_attn", "cpu", torch.bfloat16)
     problem = Problem.make(batch, target, num_heads=4, num_kv_heads=2, head_dim=16)
     result = FlashAttention2().attend(
-        problem.query, problem.kv_cache, problem.metadata, scale=problem.scale
+        problem.query,
+        problem.kv_cache,
+        replace(problem.metadata, max_context_len=max_context_len),
+        scale=problem.scale,
     )
     assert result.shape == (2, 4, 16)
     assert not bool(result.any())

@@ -209,6 +209,18 @@ def test_wrong_arguments_are_named(name: str, value: Tensor, message: str) -> No
         rotate_and_store(**{**arguments(), name: value})
 
 
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_heads_of_an_odd_size_are_named(backend: str) -> None:
+    odd = {
+        "qkv": torch.zeros(2, 4, 5),
+        "cos_sin_cache": torch.zeros(4, 5),
+        "key_cache": torch.zeros(2, 2, 1, 5),
+        "value_cache": torch.zeros(2, 2, 1, 5),
+    }
+    with pytest.raises(KernelInputError, match="head_dim 5, but it must be even"):
+        rotate_and_store(**{**arguments(), **odd}, backend=backend)
+
+
 def test_no_tokens() -> None:
     given = arguments()
     for name in ("qkv", "positions", "slot_mapping"):

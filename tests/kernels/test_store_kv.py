@@ -131,6 +131,7 @@ def test_errors_name_the_argument() -> None:
     slots = torch.zeros(3, dtype=torch.int32)
     cases: list[tuple[str, tuple[Tensor, ...]]] = [
         ("key has shape", (rows[:, :1], rows, cache, cache, slots)),
+        ("key has shape", (rows[0, 0, 0], rows, cache, cache, slots)),
         ("value has shape", (rows, rows[:2], cache, cache, slots)),
         ("value_cache has shape", (rows, rows, cache, cache[:1], slots)),
         ("key has dtype", (rows.half(), rows, cache, cache, slots)),

@@ -56,7 +56,7 @@ class AttentionMetadata:
     (a query shorter than its context) and a decode step (a query of 1) are values of that pair.
 
     Padding, as captured graphs need it, is allowed in two places: sequences with query length 0
-    (their context length should be 0 too), which must follow the real ones, and tokens after the
+    (their context length must be 0 too), which must follow the real ones, and tokens after the
     last sequence (their slot should be -1).
 
     All tensors are int32 and on one device. Their contents are trusted, not checked.

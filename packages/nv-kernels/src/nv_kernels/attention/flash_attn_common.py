@@ -32,8 +32,9 @@ def unsupported_shape_reason(shape: AttentionShape) -> str | None:
 
 
 def has_no_context(metadata: AttentionMetadata) -> bool:
-    """Whether no token sees any key, so that there is nothing to launch."""
-    return metadata.num_tokens == 0 or metadata.num_seqs == 0 or metadata.max_context_len == 0
+    """Whether no token sees any key, so that there is nothing to launch, and no grid to do it."""
+    longest = min(metadata.max_query_len, metadata.max_context_len)
+    return metadata.num_tokens == 0 or metadata.num_seqs == 0 or longest == 0
 
 
 def num_decode_rows(metadata: AttentionMetadata) -> int:

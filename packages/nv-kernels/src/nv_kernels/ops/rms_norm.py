@@ -24,7 +24,9 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, backend: str = "auto") ->
 
     Args:
         x: Rows, [..., n], fp32, fp16 or bf16, any strides; not changed.
-        weight: Scale of each element, [n], contiguous, dtype of `x`.
+        weight: Scale of each element, [n], contiguous, dtype of `x`. On Hopper
+            it is read while the kernel launched before may still run, so that kernel must not be
+            what writes it.
         eps: Added to the mean square.
         backend: "auto", "torch" or "triton".
 
@@ -54,7 +56,8 @@ def add_rms_norm(
             dimension in front, parts that add up to it (see `linear_parts`): one in that dtype, or
             several in fp32, contiguous. Not changed.
         residual: The residual stream, [..., n], fp32, fp16 or bf16, any strides; not changed.
-        weight: Scale of each element, [n], contiguous, dtype of `residual`.
+        weight: Scale of each element, [n], contiguous, dtype of `residual`; read as in
+            `rms_norm`.
         eps: Added to the mean square.
         backend: "auto", "torch" or "triton".
 

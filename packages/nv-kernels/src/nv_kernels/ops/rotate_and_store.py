@@ -51,14 +51,16 @@ def rotate_and_store(
             The values are not checked.
         cos_sin_cache: For each position head_dim / 2 cosines, then as many sines,
             [max_position, head_dim] fp32 with contiguous rows.
-        key_cache: One layer's keys, [num_blocks, block_size, num_kv_heads, head_dim], dtype of
-            `qkv` or float8_e4m3fn, any strides but a contiguous last dimension. Changed in place,
-            at the slots and nowhere else.
+        key_cache: One layer's keys, [num_blocks, block_size, num_kv_heads, head_dim], head_dim
+            even, dtype of `qkv` or float8_e4m3fn, any strides but a contiguous last dimension.
+            Changed in place, at the slots and nowhere else.
         value_cache: One layer's values, same shape and dtype, strides of its own; changed too.
         slot_mapping: Target slot of each token, [num_tokens] int32 or int64; -1 means "do not
             store". No slot may appear twice. The values are not checked.
         query_weight: Weight of the query heads' norm, [head_dim], dtype of `qkv`; None for none.
-        key_weight: Weight of the key heads' norm; given exactly if `query_weight` is.
+            On Hopper it is read while the kernel launched before may still run, so that kernel must
+            not be what writes it.
+        key_weight: Weight of the key heads' norm, read alike; given exactly if `query_weight` is.
         eps: Added to the mean square; used with weights only.
         k_scale: For an fp8 cache, see `store_kv`. Keys are rounded to the dtype of `qkv` first, as
             the three ops do it.
@@ -88,6 +90,11 @@ def rotate_and_store(
     )
     check_scales(key_cache.dtype, k_scale, v_scale)
     num_kv_heads, head_dim = key_cache.shape[2:]
+    if head_dim % 2:
+        raise KernelInputError(
+            f"key_cache has head_dim {head_dim}, but it must be even: dimensions are rotated in "
+            "pairs. Pad the heads with zeros."
+        )
     layout = "[num_tokens, num_heads + 2 * num_kv_heads, head_dim]"
     check_tensor(
         "qkv",

@@ -47,22 +47,21 @@ def store_kv(
 
     Source: "PagedAttention", section 4.2 (arXiv:2309.06180).
     """
-    num_tokens = key.shape[0]
     dtypes, device = (key_cache.dtype,), key_cache.device
     cache_layout = "[num_blocks, block_size, num_kv_heads, head_dim]"
     check_tensor("key_cache", key_cache, cache_layout, [None] * 4, dtypes=dtypes)
     check_tensor(
         "value_cache", value_cache, cache_layout, key_cache.shape, dtypes=dtypes, device=device
     )
-    sizes = [num_tokens, *key_cache.shape[2:]]
+    sizes = [None, *key_cache.shape[2:]]
     layout = "[num_tokens, num_kv_heads, head_dim]"
     check_tensor("key", key, layout, sizes, dtypes=stored_dtypes(key_cache.dtype), device=device)
-    check_tensor("value", value, layout, sizes, dtypes=(key.dtype,), device=device)
+    check_tensor("value", value, layout, key.shape, dtypes=(key.dtype,), device=device)
     check_tensor(
         "slot_mapping",
         slot_mapping,
         "[num_tokens]",
-        [num_tokens],
+        key.shape[:1],
         dtypes=INDEX_DTYPES,
         device=device,
     )
