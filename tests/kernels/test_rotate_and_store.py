@@ -12,6 +12,7 @@ from kernel_oracles import (
     Target,
     assert_close,
     assert_same_bits,
+    cache_of_heads_apart,
     empty_cache,
     random_tensor,
     rms_norm_oracle,
@@ -178,6 +179,31 @@ def test_caches_that_are_not_one_run_of_memory_are_written_all_the_same() -> Non
     for name, cache in apart.items():
         torch.testing.assert_close(cache, given[name])
     assert int((wide != 0).any(dim=-1).sum()) == 4
+
+
+@pytest.mark.parametrize(
+    "target", targets(dtypes=(torch.float8_e4m3fn,), cpu_backends=("torch", "auto"))
+)
+def test_heads_further_apart_than_int32_counts(target: Target) -> None:
+    torch.use_deterministic_algorithms(mode=False)  # gigabytes would be filled
+    far = [cache_of_heads_apart(BLOCK_SIZE, 8, target) for _ in range(2)]
+    near = [empty_cache(2, BLOCK_SIZE, 3, 8, "contiguous", target) for _ in range(2)]
+    wide = Target(target.backend, target.device, torch.float32)
+    qkv = random_tensor(1, 2, 8, 8, target=wide)
+    positions = torch.tensor([3, 9], device=target.device)
+    for (key_cache, value_cache), num_blocks in ((far, far[0].shape[0]), (near, 2)):
+        rotate_and_store(
+            qkv,
+            positions,
+            cos_sin(8, wide),
+            key_cache,
+            value_cache,
+            torch.tensor([3, num_blocks * BLOCK_SIZE - 1], device=target.device),
+            backend=target.backend,
+        )
+    for here, there in zip(near, far, strict=True):
+        assert_same_bits(there[0, 3], here[0, 3])
+        assert_same_bits(there[-1, -1], here[-1, -1])
 
 
 def arguments() -> dict[str, Any]:

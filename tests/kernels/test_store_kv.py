@@ -10,6 +10,7 @@ from kernel_oracles import (
     LAYOUTS,
     Target,
     assert_same_bits,
+    cache_of_heads_apart,
     empty_cache,
     random_tensor,
     targets,
@@ -122,6 +123,18 @@ def test_pool_of_more_elements_than_int32_counts() -> None:
     assert_same_bits(cache[-1, -1], rows[0])
     assert_same_bits(cache[0, 3], rows[1])
     assert int(cache.any(dim=-1).sum()) == 2 * num_kv_heads
+
+
+@pytest.mark.parametrize("target", targets(dtypes=(torch.int8,)))
+def test_heads_further_apart_than_int32_counts(target: Target) -> None:
+    caches = [cache_of_heads_apart(4, 8, target) for _ in range(2)]
+    rows = [random_tensor(seed, 2, 3, 8, target=target, scale=40.0) for seed in (1, 2)]
+    num_blocks = caches[0].shape[0]
+    slot_mapping = torch.tensor([5, num_blocks * 4 - 1], dtype=torch.int32, device=target.device)
+    store_kv(rows[0], rows[1], caches[0], caches[1], slot_mapping, backend=target.backend)
+    for cache, stored in zip(caches, rows, strict=True):
+        assert_same_bits(cache[1, 1], stored[0])
+        assert_same_bits(cache[-1, -1], stored[1])
 
 
 def test_errors_name_the_argument() -> None:

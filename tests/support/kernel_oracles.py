@@ -195,6 +195,16 @@ def empty_cache(
 LAYOUTS = ("contiguous", "stacked", "head_major", "padded")
 
 
+def cache_of_heads_apart(block_size: int, head_dim: int, target: Target) -> Tensor:
+    """Makes a cache of bytes whose third head lies more than 2^31 elements behind the first.
+
+    Its memory is taken up only where it is touched; fresh memory must not be filled.
+    """
+    num_blocks = 2**30 // (block_size * head_dim) + 1
+    shape = (3, num_blocks, block_size, head_dim)
+    return torch.empty(shape, dtype=target.dtype, device=target.device).permute(1, 2, 0, 3)
+
+
 def attention_oracle(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: Batch, scale: float
 ) -> Tensor:

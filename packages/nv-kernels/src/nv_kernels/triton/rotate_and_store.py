@@ -171,7 +171,7 @@ def _rotate_and_store_kernel(
             source_ptr, inside, first_weight, second_weight, cos, sin, eps, half, has_norm
         )
         slot_ptr = key_cache_ptr + block * key_block_stride + offset * key_offset_stride
-        target_ptr = slot_ptr + head * key_head_stride + pair
+        target_ptr = slot_ptr + head.to(tl.int64) * key_head_stride + pair
         inverse_scale = inverse_k_scale
     else:
         head = (part - num_kv_parts) * block_h + h
@@ -180,7 +180,7 @@ def _rotate_and_store_kernel(
         first = tl.load(source_ptr, mask=inside, other=0.0)
         second = tl.load(source_ptr + half, mask=inside, other=0.0)
         slot_ptr = value_cache_ptr + block * value_block_stride + offset * value_offset_stride
-        target_ptr = slot_ptr + head * value_head_stride + pair
+        target_ptr = slot_ptr + head.to(tl.int64) * value_head_stride + pair
         inverse_scale = inverse_v_scale
     store_in_cache(target_ptr, first, inverse_scale, inside, is_fp8)
     store_in_cache(target_ptr + half, second, inverse_scale, inside, is_fp8)

@@ -86,7 +86,7 @@ def _store_kv_kernel(
         return
     block, offset = slot // block_size, slot % block_size
     element = tl.arange(0, block_n)
-    head, dim = element // head_dim, element % head_dim
+    head, dim = (element // head_dim).to(tl.int64), element % head_dim
     inside = head < num_kv_heads
     key = tl.load(key_ptr + token * key_token_stride + head * key_head_stride + dim, mask=inside)
     store_in_cache(
