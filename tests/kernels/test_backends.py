@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import types
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -107,6 +108,17 @@ def test_import_is_lazy() -> None:
         "print([n for n in optional if n in sys.modules])"
     )
     assert loaded == "[]"
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+def test_all_kernels_are_decorated_at_once() -> None:
+    """Were some decorated later, a process might interpret some and compile others."""
+    missing = run_python(
+        "import pkgutil, sys, nv_kernels.triton as kernels\n"
+        "files = {f'nv_kernels.triton.{m.name}' for m in pkgutil.iter_modules(kernels.__path__)}\n"
+        "print(*(files - set(sys.modules)))"
+    )
+    assert missing == "nv_kernels.triton.hopper_prefill_attention"  # which no interpreter runs
 
 
 # --- attention

@@ -64,7 +64,8 @@ def read_decode_state(
 
     Args:
         rows: State, [num_rows, row_width] int32, contiguous last dimension; not changed. Every
-            active row's table must hold the block of its token. The values are not checked.
+            active row's table must hold the block of its token, in the columns that are copied.
+            The values are not checked.
         batch: Numbers of the rows, [num_seqs] int32, contiguous; a padding row may stand in it
             several times.
         columns: Where what stands in a row.
