@@ -6,6 +6,7 @@ All in fp32 on the CPU, over a paged cache whose unused memory is NaN.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -160,6 +161,37 @@ def test_forward_changes_no_input_and_returns_normed_hidden_states(tmp_path: Pat
     normalised = hidden / model.norm.weight
     torch.testing.assert_close(normalised.pow(2).mean(), torch.tensor(1.0), rtol=1e-3, atol=0)
     assert not hidden.requires_grad
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("rope_type", ["default", "dynamic"])
+@pytest.mark.parametrize(("query_lens", "num_tokens"), [([], 0), ([0, 0], 0), ([], 3), ([0], 3)])
+def test_steps_without_a_token_of_any_sequence(
+    rope_type: str,
+    query_lens: list[int],
+    num_tokens: int,
+    tmp_path: Path,
+    *,
+    is_packed: bool,
+) -> None:
+    rope = {"rope_type": rope_type, "factor": 4.0}
+    path = write_checkpoint(tmp_path, TinySpec(family="llama", rope=rope))
+    model = load_paged_model(path, max_model_len=4096)
+    assert model.kv_depends_on_length == (rope_type == "dynamic")
+    if is_packed:
+        model.pack_weights()
+    runner = PagedRunner(model)
+    metadata = replace(
+        AttentionMetadata.from_lists(
+            query_lens, [0] * len(query_lens), [[0]] * len(query_lens), block_size=4
+        ),
+        slot_mapping=torch.full((num_tokens,), -1, dtype=torch.int32),
+    )
+    numbers = torch.zeros(num_tokens, dtype=torch.int64)
+    hidden = model(numbers, numbers, runner.kv_caches, metadata)
+    assert hidden.shape == (num_tokens, model.config.hidden_size)
+    assert model.compute_logits(hidden).shape == (num_tokens, model.config.vocab_size)
+    assert all(bool(cache.key.isnan().all()) for cache in runner.kv_caches)
 
 
 def assert_close(actual: Tensor, expected: Tensor) -> None:

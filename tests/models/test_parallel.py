@@ -200,8 +200,9 @@ class TestSingleRank:
         def fail(*_: Any, **__: Any) -> None:  # noqa: ANN401 - stands for any function
             raise AssertionError("a single rank called torch.distributed")
 
-        for name in ("all_reduce", "all_gather_into_tensor", "get_rank", "get_world_size"):
+        for name in ("all_reduce", "broadcast", "get_rank", "get_world_size"):
             monkeypatch.setattr(torch.distributed, name, fail)
+        monkeypatch.setattr("nv_models.parallel._all_gather", fail)
         path = write_checkpoint(tmp_path)
         assert PagedRunner(load_paged_model(path)).prompt_logits([1, 2, 3]).isfinite().all()
 
@@ -212,6 +213,12 @@ class TestSingleRank:
         assert alone.all_reduce(part) is part
         assert alone.all_reduce_max(part) is part
         assert alone.broadcast(part) is part
+
+
+def test_joining_the_columns_of_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nv_models.parallel._all_gather", lambda parts, moved, group: None)
+    joined = rank_of(1, 3).all_gather_last_dim(torch.empty(0, 5))
+    assert joined.shape == (0, 15)
 
 
 class TestRefused:

@@ -31,10 +31,8 @@ class TensorParallel:
         size: Number of ranks.
         group: The ranks' process group, where this process has the rank named here; required
             when `size` is above 1, ignored otherwise.
-
         stages_on_host: Whether tensors on a device travel through host memory, because the group
             knows host memory only. For tests: it is slow, and no CUDA graph can hold it.
-
         fused: Sums small messages together with what follows them; None to leave it to the group.
 
     Raises:
@@ -117,7 +115,7 @@ class TensorParallel:
         )
         _all_gather(parts, moved, group=self.group)
         columns = parts.view(self.size, num_rows, num_columns).transpose(0, 1)
-        return columns.reshape(num_rows, -1).to(part.device)
+        return columns.reshape(num_rows, self.size * num_columns).to(part.device)
 
     def _reduce(self, values: Tensor, op: ReduceOp.RedOpType) -> Tensor:
         if self.size > 1:

@@ -80,7 +80,7 @@ class Attention(nn.Module):
         """
         qkv: Tensor = self.qkv_proj(hidden)
         query = rotate_and_store(
-            qkv.view(qkv.shape[0], -1, self.head_dim),  # [num_tokens, all heads, head_dim]
+            qkv.view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim),
             rotary.rows,
             rotary.cos_sin,
             kv_cache.key,

@@ -69,8 +69,9 @@ class RotaryEmbedding(nn.Module):
         ends = metadata.cu_seqlens_q[1:]
         rows = torch.arange(positions.shape[0], dtype=ends.dtype, device=positions.device)
         sequence = torch.searchsorted(ends, rows, right=True)
-        # Rows beyond the last sequence (padding of a captured graph) take any length.
-        lengths = metadata.context_lens[sequence.clamp_max(metadata.context_lens.shape[0] - 1)]
+        # Rows beyond the last sequence (padding of a captured graph) take any length: 1.
+        context_lens = metadata.context_lens
+        lengths = torch.cat((context_lens, context_lens.new_ones(1)))[sequence]
         frequencies = dynamic_inverse_frequencies(self.rope, self.head_dim, lengths)
         table = cos_sin_table(frequencies, positions, attention_factor=self.rope.attention_factor)
         return StepRotary(rows, table)
