@@ -15,6 +15,7 @@ from nv_runtime import LLM
 from nv_runtime.device_batch import DeviceBatch
 from nv_runtime.model_runner import ModelRunner
 from nv_runtime.one_thread import OneThread
+from nv_runtime.outputs import RequestOutput
 from nv_runtime.request import Request
 from tiny_engines import options
 
@@ -203,6 +204,63 @@ def test_a_failure_while_requests_are_added_leaves_none(
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["a", "b", "c", "d"], GREEDY, use_tqdm=False)
     assert_idle(llm)
+
+
+@pytest.mark.parametrize("where", ["__init__", "set_postfix_str", "update", "close"])
+def test_a_progress_bar_that_fails_leaves_no_request(llm: LLM, where: str) -> None:
+    class Bar:
+        def __init__(self, **_: object) -> None:
+            self.do("__init__")
+
+        def do(self, name: str) -> None:
+            if name == where:
+                raise BoomError
+
+        def set_postfix_str(self, *_: object, **__: object) -> None:
+            self.do("set_postfix_str")
+
+        def update(self, _: int) -> None:
+            self.do("update")
+
+        def close(self) -> None:
+            self.do("close")
+
+    expected = answers(llm)
+    uneven = [GREEDY.clone(max_tokens=count) for count in (2, 8)]
+    with pytest.raises(BoomError):
+        llm.generate(["the fox", "a dog"], uneven, use_tqdm=Bar)
+    llm._open_parts().engine.step()  # collects what is still in flight
+    assert_idle(llm)
+    assert answers(llm) == expected
+
+
+def test_a_stream_interrupted_while_it_hands_out_an_output_leaves_no_request(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Request.take_output
+
+    def interrupted_before(_: Request) -> RequestOutput:
+        raise KeyboardInterrupt
+
+    def interrupted_after(request: Request) -> RequestOutput:
+        original(request)
+        raise KeyboardInterrupt
+
+    for interrupted in (interrupted_before, interrupted_after):
+        for goes_on in (True, False):
+            stream = llm.stream(["the fox", "a dog"], GREEDY)
+            next(stream)
+            with monkeypatch.context() as patch:
+                patch.setattr(Request, "take_output", interrupted)
+                # Among them, with the later kind, are the last outputs of both.
+                for _ in range(30 if interrupted is interrupted_after and goes_on else 3):
+                    with pytest.raises((KeyboardInterrupt, StopIteration)):
+                        next(stream)
+            if goes_on:
+                assert all(output.finished for output in list(stream)[-1:])
+            stream.close()
+            llm._open_parts().engine.step()  # collects what is still in flight
+            assert_idle(llm)
 
 
 def test_end_tokens_beyond_the_vocabulary_are_ignored(

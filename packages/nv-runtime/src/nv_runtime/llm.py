@@ -364,9 +364,11 @@ class LLM:
     ) -> list[RequestOutput]:
         """Runs steps until all requests have ended."""
         engine = self._open_parts().engine
-        progress = _Progress(requests, use_tqdm)
+        progress: _Progress | None = None
         outputs: dict[str, RequestOutput] = {}
         try:
+            # The bar may be the caller's own, and fail.
+            progress = _Progress(requests, use_tqdm)
             for turn in count():
                 if not progress.is_open:
                     break
@@ -378,8 +380,9 @@ class LLM:
                 for request in progress.update():
                     outputs[request.request_id] = request.take_output()
         finally:
-            progress.close()
             self._abort_unfinished(requests)
+            if progress is not None:
+                progress.close()
         return [outputs[request.request_id] for request in requests]
 
     def _open_parts(self) -> EngineParts:

@@ -44,16 +44,16 @@ class OutputStream(Iterator[RequestOutput]):
     def _next(self) -> RequestOutput:
         while self._open:
             for _ in range(len(self._open)):
-                # Those looked at go to the end: the next call begins with the others.
-                request = self._open.popleft()
-                if not request.has_news:
-                    self._open.append(request)
-                    continue
-                output = request.take_output()
-                if not output.finished:
-                    self._open.append(request)
-                return output
-            self._engine.step()
+                # Those looked at go to the end: the next call begins with the others. None is out
+                # of the queue before it has ended: an interrupt then would leave it behind.
+                request = self._open[0]
+                self._open.rotate(-1)
+                if request.has_news:
+                    return request.take_output()
+                if request.is_finished:
+                    self._open.pop()
+            if self._open:
+                self._engine.step()
         raise StopIteration
 
     def close(self) -> None:
