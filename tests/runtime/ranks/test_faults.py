@@ -5,10 +5,14 @@ Each row of the fault table of docs/tensor_parallel.md is a test here or in `tes
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import gc
 import os
 import re
+import resource
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -37,6 +41,7 @@ from nv_core import ConfigError, SamplingParams
 from nv_models import CausalLM
 from nv_runtime import LLM
 from nv_runtime.model_runner import ModelRunner
+from nv_runtime.ranks.channel import Channel
 from nv_runtime.ranks.errors import ProtocolError, RankError
 from nv_runtime.ranks.processes import RankProcess
 from nv_runtime.ranks.ring import RingLayout
@@ -236,16 +241,23 @@ def test_of_several_ranks_the_one_that_failed_is_named(
         llm.shutdown()
 
 
-@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("signal_number", "name"),
+    [
+        (signal.SIGKILL, "SIGKILL"),
+        (signal.SIGTERM, "SIGTERM"),
+        (signal.SIGRTMIN + 1, f"signal {signal.SIGRTMIN + 1}"),
+    ],
+)
 def test_a_rank_killed_while_nothing_runs(
-    start: Callable[..., LLM], expected: list[list[int]], signal_number: signal.Signals
+    start: Callable[..., LLM], expected: list[list[int]], signal_number: int, name: str
 ) -> None:
     with start() as llm:
         assert answers(llm) == expected
         (pid,) = pids_of(llm)
         os.kill(pid, signal_number)
         assert_gone([pid])
-        with pytest.raises(RankError, match=rf"process {pid}\) was killed by {signal_number.name}"):
+        with pytest.raises(RankError, match=rf"process {pid}\) was killed by {name}"):
             answers(llm)
 
 
@@ -267,6 +279,99 @@ def test_a_stopped_rank(start: Callable[..., LLM], expected: list[list[int]]) ->
         os.kill(pids_of(llm)[0], signal.SIGSTOP)
         with pytest.raises(RankError, match="no answer within 1 s from rank 1"):
             answers(llm)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_caller_may_take_longer_between_two_steps_than_a_rank_in_one(
+    start: Callable[..., LLM],
+    expected: list[list[int]],
+    ahead: bool,  # noqa: FBT001 - a parameter
+) -> None:
+    with start(async_scheduling=ahead) as llm:
+        assert answers(llm) == expected
+        llm._open_parts().engine.runner._timeout_s = 0.3  # type: ignore[attr-defined]
+        stream = llm.stream(PROMPTS[0], GREEDY)
+        next(stream)
+        time.sleep(0.8)
+        assert list(list(stream)[-1].outputs[0].token_ids) == expected[0]
+
+
+def test_a_watch_that_fails_takes_the_ranks_down(
+    start: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise rank 0 would wait for a rank that is gone."""
+    with start() as llm:
+        (pid,) = pids_of(llm)
+        monkeypatch.setattr(RankProcess, "exit_text", fail)
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(RankError, match=r"(?s)the watch over the ranks failed:.*a fault of"):
+            answers(llm)
+        monkeypatch.undo()
+
+
+def test_an_engine_may_be_dropped_in_the_thread_that_watches_its_ranks(
+    start: Callable[..., LLM],
+) -> None:
+    """That is where the collector happens to run."""
+    llm = start()
+    pids = pids_of(llm)
+    group = llm._open_parts().engine.runner._group  # type: ignore[attr-defined]
+    watch = group._watch
+    done = threading.Event()
+
+    def drop() -> str:
+        group.close()
+        done.set()
+        return "nobody"
+
+    watch._describe_late = drop
+    group.expect_progress(-1.0)
+    assert done.wait(10)
+    assert_gone(pids)
+    watch._thread.join(10)
+    assert not watch._thread.is_alive()
+    llm.shutdown()
+
+
+def test_a_process_with_many_open_files_has_ranks_too(
+    start: Callable[..., LLM], expected: list[list[int]]
+) -> None:
+    """`select.select` takes no file descriptor above 1023."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2048:
+        pytest.skip("this system allows too few open files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for _ in range(1100):
+            stack.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+        llm = stack.enter_context(start())
+        assert answers(llm) == expected
+        os.kill(pids_of(llm)[0], signal.SIGKILL)
+        with pytest.raises(RankError, match="was killed by SIGKILL"):
+            answers(llm)
+
+
+def test_the_line_between_ranks_may_have_any_file_descriptor() -> None:
+    """A rank's own ends have the numbers that they had in its parent."""
+    ends = socket.socketpair()
+    try:
+        high = [fcntl.fcntl(end.fileno(), fcntl.F_DUPFD, 1100) for end in ends]
+    except OSError:
+        pytest.skip("this system allows too few open files")
+    finally:
+        for end in ends:
+            end.close()
+    ours, theirs = (Channel(socket.socket(fileno=fd)) for fd in high)
+    assert theirs.receive_available() == ([], True)
+    theirs.sleep(0.01)
+    ours.wake()
+    theirs.sleep(60)
+    theirs.send({"kind": "ready"})
+    assert ours.receive_available() == ([{"kind": "ready"}], True)
+    theirs.close()
+    assert ours.receive_available() == ([], False)
+    ours.close()
 
 
 def test_a_slow_reader_and_commands_larger_than_the_ring(

@@ -11,6 +11,7 @@ import json
 import select
 import socket
 import struct
+from collections.abc import Iterable
 from typing import Any
 
 from nv_runtime.ranks.errors import ProtocolError
@@ -19,6 +20,24 @@ _LENGTH = struct.Struct("<I")
 _MAX_MESSAGE_BYTES = 64 * 2**20
 
 Message = dict[str, Any]
+
+
+def readable(fds: Iterable[int], timeout_s: float) -> list[int]:
+    """Waits until a file descriptor can be read, is broken, or the time has passed.
+
+    Not by `select.select`, which takes no descriptor above 1023: a server has more files open.
+
+    Args:
+        fds: The descriptors.
+        timeout_s: How long to wait.
+
+    Returns:
+        Those that can be read or are broken; none if the time has passed.
+    """
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    return [fd for fd, _ in poll.poll(1000 * timeout_s)]
 
 
 class Channel:
@@ -58,7 +77,7 @@ class Channel:
             The complete messages, and whether the other end is still there.
         """
         is_open = True
-        while is_open and select.select([self._socket], [], [], 0)[0]:
+        while is_open and readable([self._socket.fileno()], 0):
             is_open = self._fill()
         messages = []
         while (message := self._next_message()) is not None:
@@ -75,7 +94,7 @@ class Channel:
 
     def sleep(self, seconds: float) -> None:
         """Sleeps until the other end wakes this one, or is gone, or so many seconds have passed."""
-        if select.select([self._socket], [], [], seconds)[0]:
+        if readable([self._socket.fileno()], seconds):
             self._socket.recv(4096)
 
     def close(self) -> None:

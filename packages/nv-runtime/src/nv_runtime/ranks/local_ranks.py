@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from nv_core import ConfigError, StepPlan
 from nv_models import TensorParallel
 from nv_runtime.captured_graphs import CapturedGraphs
 from nv_runtime.engine_config import EngineConfig
+from nv_runtime.interrupts import interrupts_deferred
 from nv_runtime.model_runner import ModelRunner, StepHandle
 from nv_runtime.ranks.agreement import Agreement
 from nv_runtime.ranks.errors import RankError
@@ -61,8 +63,10 @@ class LocalRanks:
         self._config = config
         self._device = device
         self._backend = resolve_collective_backend(config.collective_backend, device)
-        self._group = _Group(config, model_path, device, self._backend)
-        self._finalizer = weakref.finalize(self, self._group.close)
+        # An interrupt between a process's start and its place in the list would leave it behind.
+        with interrupts_deferred():
+            self._group = _Group(config, model_path, device, self._backend)
+            self._finalizer = weakref.finalize(self, self._group.close)
 
     def join(self) -> tuple[TensorParallel, Agreement]:
         """Waits until the other ranks have started, and joins their group.
@@ -103,7 +107,6 @@ class LocalExecutor:
         self._timeout_s = timeout_s
         self._encoder = PlanEncoder()
         self._num_collected = 0
-        self._num_in_flight = 0
         # Runs at exit as well, and when the engine is dropped.
         self._finalizer = weakref.finalize(self, group.close)
 
@@ -124,8 +127,6 @@ class LocalExecutor:
         # From the command on, rank 0 must not be the only one that stops.
         with self._all_or_none(BaseException):
             self._num_collected = 0
-            self._num_in_flight += 1
-            self._group.expect_progress(self._timeout_s)
             self._group.send(command)
             return self._runner.launch(plan)
 
@@ -140,8 +141,6 @@ class LocalExecutor:
             # The collectives of a group that was taken down end with any result.
             self._group.check()
         self._num_collected += 1
-        self._num_in_flight -= 1
-        self._group.expect_progress(self._timeout_s if self._num_in_flight else None)
         return tokens
 
     @property
@@ -159,18 +158,15 @@ class LocalExecutor:
             return False
         self._group.check()
         with self._all_or_none(BaseException):
-            self._group.expect_progress(self._timeout_s)
             self._group.send(pack_command(CommandKind.CAPTURE))
             has_captured = self._runner.capture_next_graph()
             self._group.check()
-        self._group.expect_progress(self._timeout_s if self._num_in_flight else None)
         return has_captured
 
     def reset(self) -> None:
         """See `Executor`."""
         self._encoder.forget()
-        self._num_collected = self._num_in_flight = 0
-        self._group.expect_progress(None)
+        self._num_collected = 0
         self._runner.reset()
         # If a rank is gone, the next launch says so.
         with contextlib.suppress(RankError):
@@ -183,8 +179,13 @@ class LocalExecutor:
 
     @contextmanager
     def _all_or_none(self, kind: type[BaseException]) -> Iterator[None]:
-        """If rank 0 fails, the others must not go on; if it fails because of one, says of which."""
+        """If rank 0 fails, the others must not go on; if it fails because of one, says of which.
+
+        The ranks have a deadline as long as rank 0 is in here and may wait for them. Between two
+        calls nobody waits, and whoever reads a stream may take any time.
+        """
         try:
+            self._group.expect_progress(self._timeout_s)
             yield
         except kind as error:
             if isinstance(error, RankError):
@@ -194,6 +195,8 @@ class LocalExecutor:
                 self._group.fail(f"rank 0 failed with {type(error).__name__}: {error}")
                 raise
             self._group.check()
+        finally:
+            self._group.expect_progress(None)
 
 
 class _Group:
@@ -217,9 +220,9 @@ class _Group:
         self._is_serving = False
         self._is_closed = False
         self.processes: list[RankProcess] = []
+        self._store, port = host_store(config.rank_start_timeout_s)
         self._segment = SharedSegment.create(layout.size_bytes)
         self._writer = RingWriter(self._segment.memory, layout, wake=self._wake)
-        self._store, port = host_store(config.rank_start_timeout_s)
         try:
             for rank in range(1, size):
                 options = options_for_rank(config, devices[rank])
@@ -235,6 +238,9 @@ class _Group:
                 self.processes.append(
                     RankProcess(rank, start.to_json(), segment_fd=self._segment.fd)
                 )
+            self._watch = RankWatch(
+                self.processes, describe_late=self._describe_late, abort=self.abort
+            )
         except BaseException:
             for process in self.processes:
                 process.kill()
@@ -242,7 +248,6 @@ class _Group:
             self._writer.close()
             self._segment.close()
             raise
-        self._watch = RankWatch(self.processes, describe_late=self._describe_late, abort=self.abort)
 
     def join(
         self, config: EngineConfig, device: torch.device, backend: str
@@ -303,6 +308,10 @@ class _Group:
         """Ends the ranks and gives back all that they shared; calling it again does nothing."""
         # A forked child has this object, but neither the threads nor the ranks.
         if self._is_closed or os.getpid() != self._owner_pid:
+            return
+        if self._watch.is_this_thread:
+            # The collector drops an engine in any thread, also in the one that is to be waited for.
+            threading.Thread(target=self.close, name="end of ranks").start()
             return
         self._is_closed = True
         self._watch.stop()

@@ -76,7 +76,7 @@ class RankProcess:
         except subprocess.TimeoutExpired:
             return None
         if code < 0:
-            return f"was killed by {signal.Signals(-code).name}"
+            return f"was killed by {_signal_name(-code)}"
         return f"ended with exit code {code}"
 
     def kill(self) -> None:
@@ -93,6 +93,12 @@ class RankProcess:
         if self._lifeline >= 0:
             os.close(self._lifeline)
             self._lifeline = -1
+
+
+def _signal_name(number: int) -> str:
+    # Most real-time signals have none.
+    names = {member.value: member.name for member in signal.Signals}
+    return names.get(number, f"signal {number}")
 
 
 def start_process(fds: tuple[int, int, int]) -> subprocess.Popen[bytes]:

@@ -7,17 +7,17 @@ rank 0 is gone, whatever it is doing then.
 from __future__ import annotations
 
 import os
-import select
 import signal
 import socket
 import threading
 import time
 import traceback
 from collections import deque
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from nv_runtime.ranks.channel import Channel
+from nv_runtime.ranks.channel import Channel, readable
 from nv_runtime.ranks.ring import RingReader
 from nv_runtime.ranks.segment import SharedSegment
 from nv_runtime.ranks.wire import CommandKind, StepMessage, unpack_command
@@ -86,7 +86,8 @@ def main(line_fd: int, lifeline_fd: int, segment_fd: int) -> None:
         _run(StartMessage.from_json(data), channel, SharedSegment(segment_fd))
     except BaseException:  # noqa: BLE001 - whatever it is, rank 0 must hear of it
         report = {"kind": "failed", "time": time.monotonic(), "traceback": traceback.format_exc()}
-        channel.send(report)
+        with suppress(OSError):  # of a rank 0 that is gone
+            channel.send(report)
         # Not by way of destructors: they may wait for ranks that wait for this one.
         os._exit(1)
     os._exit(0)
@@ -201,7 +202,7 @@ def _end_with_parent(lifeline_fd: int) -> None:
 
     def watch() -> None:
         while os.getppid() == parent:
-            if select.select([lifeline_fd], [], [], _PARENT_LOOK_S)[0]:
+            if readable([lifeline_fd], _PARENT_LOOK_S):
                 break
         os._exit(1)
 

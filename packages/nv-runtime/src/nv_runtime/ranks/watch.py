@@ -9,12 +9,12 @@ whoever gets an error out of an aborted collective finds the true reason here.
 from __future__ import annotations
 
 import os
-import select
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 
-from nv_runtime.ranks.channel import Message
+from nv_runtime.ranks.channel import Message, readable
 from nv_runtime.ranks.errors import RankError
 from nv_runtime.ranks.processes import RankProcess
 
@@ -101,6 +101,11 @@ class RankWatch:
             process.kill()
         self._abort()
 
+    @property
+    def is_this_thread(self) -> bool:
+        """Whether the caller runs in the thread that watches, which cannot wait for its own end."""
+        return self._thread is threading.current_thread()
+
     def stop(self) -> None:
         """Ends the watch; what happens to the ranks after that is nobody's failure."""
         if self._thread.is_alive():
@@ -112,12 +117,18 @@ class RankWatch:
             self._wake_read = -1
 
     def _run(self) -> None:
+        try:
+            self._watch()
+        except Exception:  # noqa: BLE001 - unwatched, a rank could keep rank 0 waiting for ever
+            self.fail(f"the watch over the ranks failed:\n{traceback.format_exc()}")
+
+    def _watch(self) -> None:
         lines = [process.channel.fileno() for process in self._processes]
         while self._failure is None:
-            readable = select.select([self._wake_read, *lines], [], [], _LOOK_S)[0]
-            if self._wake_read in readable:
+            heard = readable([self._wake_read, *lines], _LOOK_S)
+            if self._wake_read in heard:
                 return
-            if readable:
+            if heard:
                 self._hear()
             deadline = self._deadline
             if deadline is not None and time.monotonic() > deadline:
