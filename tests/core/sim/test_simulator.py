@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import random
+from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +22,14 @@ from nv_core.sim import (
     WorkRequest,
     find_hardware,
     find_model,
+    fit,
     measure,
     replay_blocks,
     simulate,
+    summarise,
 )
+from nv_core.sim.perfetto import trace_events
+from nv_core.sim.report import report_data
 from nv_core.step_log import StepLog, StepLogError, StepLogWriter, read_step_log
 
 GOLDEN = Path(__file__).parents[2] / "data" / "nano_vllm_schedules.json.gz"
@@ -253,6 +260,108 @@ def test_a_broken_line_is_named(tmp_path: Path, line: str, message: str) -> None
     simulate(Workload("none", ()), small_config(), ConstantLatency(1.0)).save(path)
     path.write_text(path.read_text() + line + "\n")
     with pytest.raises(StepLogError, match=message):
+        read_step_log(path)
+
+
+DAMAGES: tuple[Any, ...] = (
+    *(None, True, -1, 0, 1.5, 1e308, 10**30, float("nan"), "x", "", [], {}, [[]], [0, 0], [-1]),
+    *([10**9], {"1": [3]}, {"x": [0]}, {"0": [99]}),
+)
+"""What a field of a damaged or foreign log may hold."""
+
+
+def read_and_use(path: Path) -> None:
+    log = read_step_log(path)
+    summarise(log)
+    trace_events(log)
+    # Some damages show only when blocks are followed, or leave too few steps for a fit.
+    for use in (partial(report_data, name="log"), fit):
+        with contextlib.suppress(ConfigError):
+            use(log)
+
+
+@pytest.mark.parametrize("event", ["header", "add", "reject", "step", "finish"])
+def test_a_log_is_refused_or_can_be_used_whatever_a_field_holds(tmp_path: Path, event: str) -> None:
+    path = tmp_path / "log.jsonl"
+    requests = [WorkRequest(0.1 * i, 7 + i, 9, user=f"user {i % 2}") for i in range(4)]
+    workload = Workload("w", (*requests, WorkRequest(0, 999, 1)))
+    config = small_config(num_blocks=8, max_num_batched_tokens=8)
+    simulate(
+        workload,
+        config,
+        ConstantLatency(0.1),
+        record_blocks=True,
+        model=find_model("qwen3-0.6b"),
+    ).save(path)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    read_and_use(path)
+    # One line of each shape: what is as in most steps is left out.
+    shapes = {
+        tuple(line): i for i, line in enumerate(lines) if line.get("event", "header") == event
+    }
+    num_refused = 0
+    for i in shapes.values():
+        for name in lines[i]:
+            others = {key: value for key, value in lines[i].items() if key != name}
+            for damaged in (others, *({**lines[i], name: value} for value in DAMAGES)):
+                texts = map(json.dumps, [*lines[:i], damaged, *lines[i + 1 :]])
+                path.write_text("\n".join(texts) + "\n")
+                try:
+                    read_and_use(path)
+                except StepLogError:
+                    num_refused += 1
+    assert num_refused > 10 * len(shapes)
+
+
+@pytest.mark.parametrize("name", ["log.jsonl", "log.jsonl.gz"])
+def test_a_log_is_refused_or_read_in_part_wherever_its_file_is_damaged(
+    tmp_path: Path, name: str
+) -> None:
+    path = tmp_path / name
+    log = simulate(random_workload(6), small_config(), ConstantLatency(0.125))
+    log.save(path)
+    whole = path.read_bytes()
+    draw = random.Random(0)
+    kinds: Counter[str] = Counter()
+    for size in draw.sample(range(len(whole)), 40):
+        path.write_bytes(whole[:size])
+        try:
+            part = read_step_log(path)
+        except StepLogError:
+            kinds["cut before the end of the header"] += 1
+        else:
+            assert part.steps == log.steps[: len(part.steps)]
+            kinds["cut"] += part.is_truncated
+    for place in draw.sample(range(len(whole)), 40):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
+        with contextlib.suppress(StepLogError):
+            read_step_log(path)
+            kinds["not noticed"] += 1
+    assert kinds["cut"] > 30
+    # A packed file has a checksum; of a text, every byte that is changed so is no text any more.
+    assert kinds["not noticed"] <= (name.endswith(".gz"))
+
+
+def test_a_log_that_breaks_off_before_anything_ran_can_be_used(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    log = simulate(
+        Workload("w", tuple(WorkRequest(0, 4, 2, user=user) for user in "ab")),
+        small_config(),
+        ConstantLatency(0.1),
+    )
+    log.save(path)
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:3]))
+    read_and_use(path)
+    assert measure(read_step_log(path)).num_unfinished == 2
+
+
+@pytest.mark.parametrize("content", [b"\x1f\x8b\x08\x00", b"\xff\xfe\x00", bytes(range(256)), b""])
+@pytest.mark.parametrize("name", ["x.jsonl", "x.jsonl.gz"])
+def test_a_binary_file_is_no_log(tmp_path: Path, name: str, content: bytes) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(StepLogError, match=r"x\.jsonl.* is no step log"):
         read_step_log(path)
 
 

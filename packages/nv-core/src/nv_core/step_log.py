@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from array import array
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
@@ -222,8 +223,8 @@ class StepLog:
         requests: Requests by `seq_id`, in the order in which they came.
         rejected: Requests that the scheduler could never have served.
         steps: Steps, in order.
-        is_truncated: Whether the file that it was read from ends within a line, as when the
-            process that wrote it was killed.
+        is_truncated: Whether the file that it was read from ends within a line, or within its
+            packing, as when the process that wrote it was killed or still writes.
     """
 
     header: LogHeader
@@ -435,18 +436,28 @@ def read_step_log(path: str | PathLike[str]) -> StepLog:
         StepLogError: It is no step log, or a line cannot be read.
         OSError: The file cannot be read.
     """
-    with _open(path, "rt") as file:
-        lines = enumerate(file, start=1)
-        log = StepLog(_read_header(next(lines, (1, ""))[1], path))
-        for number, text in lines:
-            if not text.endswith("\n"):
-                log.is_truncated = True
-                break
-            try:
-                _read_event(log, json.loads(text))
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise StepLogError(f"{path}, line {number}: {error!r} in {text[:100]!r}") from error
-    return log
+    log: StepLog | None = None
+    number = 0
+    try:
+        with _open(path, "rt") as file:
+            for number, text in enumerate(file, start=1):
+                if log is None:
+                    log = StepLog(_read_header(text, path))
+                elif text.endswith("\n"):
+                    _read_line(log, text, f"{path}, line {number}")
+                else:
+                    log.is_truncated = True
+    except EOFError:  # in the middle of a packed file
+        if log is not None:
+            log.is_truncated = True
+    except (UnicodeDecodeError, zlib.error, gzip.BadGzipFile) as error:
+        where = f" behind line {number}" if number else ""
+        raise StepLogError(f"{path} is no step log{where}: {error}") from error
+    return StepLog(_read_header("", path)) if log is None else log
+
+
+_UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+"""What JSON of anything else raises while it is read as a part of a log."""
 
 
 def _read_header(text: str, path: str | PathLike[str]) -> LogHeader:
@@ -455,47 +466,132 @@ def _read_header(text: str, path: str | PathLike[str]) -> LogHeader:
         values = json.loads(text)
         is_ours = (values.pop("format"), values.pop("version")) == (FORMAT, VERSION)
         header = LogHeader(**values)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise StepLogError(problem) from error
+        _check_fields(header)
+        for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens"):
+            if getattr(header, name) < 1:
+                raise ValueError(f"{name} is {getattr(header, name)!r}")
+    except _UNREADABLE as error:
+        raise StepLogError(f"{problem} ({error!r})") from error
     if not is_ours:
         raise StepLogError(problem)
     return header
 
 
+def _read_line(log: StepLog, text: str, where: str) -> None:
+    try:
+        _read_event(log, json.loads(text))
+    except _UNREADABLE as error:
+        raise StepLogError(f"{where}: {error!r} in {text[:100]!r}") from error
+
+
 def _read_event(log: StepLog, line: dict[str, Any]) -> None:
     event = line.pop("event")
     if event == "step":
-        log.add_step(_read_step(line))
+        step = _read_step(line)
+        _check_step(step, log)
+        log.add_step(step)
     elif event == "finish":
         request = log.requests[line.pop("seq_id")]
         for name, value in line.items():
             if name not in _END_FIELDS:
                 raise ValueError(f"unknown field {name!r}")
             setattr(request, name, value)
+        _check_fields(request)
     elif event in ("add", "reject"):
-        log.add_request(RequestRecord(**{"seq_id": None, **line}))
+        request = RequestRecord(**{"seq_id": None, **line})
+        _check_fields(request)
+        log.add_request(request)
     else:
         raise ValueError(f"unknown event {event!r}")
 
 
 def _read_step(line: dict[str, Any]) -> StepRecord:
-    seq_ids = tuple(line["seq_ids"])
+    seq_ids = _numbers(line["seq_ids"])
     return StepRecord(
         **{
             **line,
             "seq_ids": seq_ids,
             "computed": array("I", line["computed"]),
-            "scheduled": tuple(line.get("scheduled", (1,) * len(seq_ids))),
-            "sampled": tuple(line.get("sampled", seq_ids)),
-            "preempted": tuple(line.get("preempted", ())),
-            "dropped": tuple(line.get("dropped", ())),
-            "released": tuple(line.get("released", ())),
-            "refused": tuple((seq_id, reason) for seq_id, reason in line.get("refused", ())),
+            "scheduled": _numbers(line.get("scheduled", (1,) * len(seq_ids))),
+            "sampled": _numbers(line.get("sampled", seq_ids)),
+            "preempted": _numbers(line.get("preempted", ())),
+            "dropped": _numbers(line.get("dropped", ())),
+            "released": _numbers(line.get("released", ())),
+            "refused": tuple((seq_id, str(reason)) for seq_id, reason in line.get("refused", ())),
             "new_blocks": {
-                int(seq_id): tuple(ids) for seq_id, ids in line.get("new_blocks", {}).items()
+                int(seq_id): _numbers(ids) for seq_id, ids in line.get("new_blocks", {}).items()
             },
         }
     )
+
+
+def _numbers(values: Iterable[int]) -> tuple[int, ...]:
+    """The values, which must be integers of at least 0."""
+    return tuple(array("Q", values))
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "bool": (bool,),
+    "float": (int, float),
+    "int": (int,),
+    "str": (str,),
+    "Mapping[str, Any]": (dict,),
+    "None": (type(None),),
+}
+"""What JSON may have in a field, by its declared type."""
+
+
+def _declared(record: type[LogHeader | RequestRecord]) -> dict[str, tuple[type, ...]]:
+    kinds = {f.name: str(f.type).split(" | ") for f in fields(record)}
+    return {name: tuple(t for part in parts for t in _TYPES[part]) for name, parts in kinds.items()}
+
+
+_FIELDS: dict[type, dict[str, tuple[type, ...]]] = {
+    LogHeader: _declared(LogHeader),
+    RequestRecord: _declared(RequestRecord),
+    StepRecord: {
+        name: _TYPES["float" if name.endswith("_s") else "int"]
+        for name in StepRecord._fields
+        if name == "step_id" or name.endswith("_s") or name.startswith("num_")
+    },
+}
+"""Types of the fields of each record; a step's lists are checked where they are read."""
+
+_MOST = 2**53
+"""No count, and no time in seconds, is greater; a float tells integers apart up to here."""
+
+
+def _check_fields(record: LogHeader | RequestRecord | StepRecord) -> None:
+    """Checks the type of each field, and that numbers are not negative or out of all reason."""
+    for name, allowed in _FIELDS[type(record)].items():
+        value = getattr(record, name)
+        # A bool is an int to Python, and none to us.
+        if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
+            raise TypeError(f"{name} is {value!r}")
+        least = -_MOST if name == "priority" else 0
+        if isinstance(value, (int, float)) and not least <= value <= _MOST:
+            raise ValueError(f"{name} is {value!r}")
+
+
+def _check_step(step: StepRecord, log: StepLog) -> None:
+    """Checks that a step fits into its log."""
+    _check_fields(step)
+    batch = set(step.seq_ids)
+    if not len(step.seq_ids) == len(batch) == len(step.computed) == len(step.scheduled):
+        raise ValueError("seq_ids, computed and scheduled are not one of each for each sequence")
+    if sum(step.scheduled) != step.num_scheduled_tokens:
+        raise ValueError(f"num_scheduled_tokens is {step.num_scheduled_tokens!r}")
+    refused = {seq_id for seq_id, _ in step.refused}
+    unknown = (
+        batch.union(step.preempted, step.dropped, step.released, refused) - log.requests.keys()
+    )
+    if unknown:
+        raise ValueError(f"no request has the seq_id {min(unknown)}")
+    if not (batch.issuperset(step.sampled) and batch >= step.new_blocks.keys()):
+        raise ValueError("sampled and new_blocks name sequences that are not in seq_ids")
+    last = max((max(ids, default=0) for ids in step.new_blocks.values()), default=0)
+    if last >= log.header.num_blocks:
+        raise ValueError(f"new_blocks has block {last} of {log.header.num_blocks}")
 
 
 def _compact(request: RequestRecord, names: Iterable[str]) -> dict[str, Any]:

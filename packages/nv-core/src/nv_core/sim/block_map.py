@@ -52,7 +52,7 @@ def replay_blocks(log: StepLog) -> Iterator[tuple[StepRecord, Pool]]:
         The step, and the pool; the same object each time, changed in place.
 
     Raises:
-        ConfigError: The log has no blocks.
+        ConfigError: The log has no blocks, or not all of them.
     """
     if log.steps and not any(step.new_blocks for step in log.steps):
         raise ConfigError("the log has no blocks; simulate with record_blocks=True")
@@ -80,9 +80,23 @@ def replay_blocks(log: StepLog) -> Iterator[tuple[StepRecord, Pool]]:
             table.extend(block_ids)
             for block_id in block_ids:
                 pool.ref_counts[block_id] += 1
-        tables = {seq_id: pool.tables[seq_id] for seq_id in step.seq_ids}
-        pending.append((step, tables))
+        pending.append((step, _tables_of(step, pool, size)))
         yield step, pool
+
+
+def _tables_of(step: StepRecord, pool: Pool, block_size: int) -> dict[int, list[int]]:
+    """Finds the tables of a step's sequences, which must reach as far as it computes."""
+    tables = {}
+    for seq_id, computed, scheduled in zip(
+        step.seq_ids, step.computed, step.scheduled, strict=True
+    ):
+        tables[seq_id] = table = pool.tables.get(seq_id, [])
+        if len(table) * block_size < computed + scheduled:
+            raise ConfigError(
+                f"the log is damaged: in step {step.step_id}, sequence {seq_id} has "
+                f"{len(table)} blocks of {block_size} for {computed + scheduled} tokens"
+            )
+    return tables
 
 
 def _publish(log: StepLog, pool: Pool, step: StepRecord, tables: dict[int, list[int]]) -> None:

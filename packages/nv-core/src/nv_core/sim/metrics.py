@@ -393,7 +393,7 @@ def measure_fairness(log: StepLog, *, window_s: float = 60.0, num_ticks: int = 2
     users = sorted({r.user or "" for r in log.requests.values()})
     place = {user: i for i, user in enumerate(users)}
     window_s = min(window_s, log.end_s / 10)
-    if len(users) < 2:
+    if len(users) < 2 or not log.end_s:
         return Fairness(len(users), 1.0, 0.0, window_s)
     times = np.linspace(0, log.end_s, num_ticks + 1)
     service, is_open = _service(log, place, times), _is_open(log, place, times)

@@ -10,13 +10,13 @@ import click
 
 from nv_core.sim.cli.output_file import OutputFile
 from nv_core.sim.cli.policies import distinct, policy_option
-from nv_core.sim.cli.setting import make_setting, read_log, say_if_none_served, setting_options
+from nv_core.sim.cli.setting import make_setting, say_if_none_served, setting_options
 from nv_core.sim.metrics import SLO
 from nv_core.sim.perfetto import write_perfetto
 from nv_core.sim.plots import SUFFIXES, plot_cdfs, plot_timeline
 from nv_core.sim.report import write_report
 from nv_core.sim.summary import compare_table, summarise
-from nv_core.step_log import StepLog
+from nv_core.step_log import StepLog, read_step_log
 
 _LOG = click.Path(path_type=Path, dir_okay=False)
 _FILE = OutputFile()
@@ -113,7 +113,7 @@ def report(
     paths = dict.fromkeys(logs)
     num_named = Counter(path.name for path in paths)
     named = {
-        path.name if num_named[path.name] == 1 else str(path): read_log(path) for path in paths
+        path.name if num_named[path.name] == 1 else str(path): read_step_log(path) for path in paths
     }
     first = next(iter(named.values()))
     for name, log in named.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -29,7 +28,7 @@ from nv_core.sim.readers import read_workload
 from nv_core.sim.simulator import simulate
 from nv_core.sim.synthetic import LOOK_ALIKES
 from nv_core.sim.workload import Workload
-from nv_core.step_log import LogHeader, StepLog, StepLogError, StepLogWriter, read_step_log
+from nv_core.step_log import LogHeader, StepLog, StepLogWriter, read_step_log
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -221,7 +220,7 @@ def make_setting(options: Mapping[str, Any], *, policy: str | None = None) -> Se
     path = values.pop("fit_log")
     if path is None:
         return _with_remarks(Setting(**values))
-    log = read_log(path)
+    log = read_step_log(path)
     found = fit(log)
     source = click.get_current_context().get_parameter_source
     given = {name for name in options if source(name) is ParameterSource.COMMANDLINE}
@@ -245,21 +244,6 @@ def _with_remarks(setting: Setting) -> Setting:
             err=True,
         )
     return setting
-
-
-def read_log(path: Path) -> StepLog:
-    """Reads a step log.
-
-    Raises:
-        StepLogError: It is none.
-        OSError: It cannot be read.
-    """
-    try:
-        return read_step_log(path)
-    except (UnicodeDecodeError, EOFError, zlib.error) as error:
-        raise StepLogError(
-            f"{path} is no step log, or is cut within its packing: {error}"
-        ) from error
 
 
 def say_if_none_served(log: StepLog, prefix: str = "") -> None:
