@@ -210,7 +210,7 @@ def test_idle_time_is_left_alone_where_it_should_be(
     changes: dict[str, Any],
 ) -> None:
     if "enforce_eager" in changes:
-        monkeypatch.setattr(nv_runtime.builder, "_uses_graphs", lambda *_: False)
+        monkeypatch.setattr(nv_runtime.builder, "uses_graphs", lambda *_: False)
     llm = AsyncLLM(str(checkpoint), **settings(**changes))
     # The thread has been idle before and after each of these.
     for _ in range(3):

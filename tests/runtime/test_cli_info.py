@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+import nv_runtime.builder
 from nv_kernels import select_attention_backend
+from nv_kernels.attention.torch_backend import TorchAttention
+from nv_kernels.attention.triton_backend import TritonAttention
 from nv_models import load_model, open_checkpoint
 from nv_runtime import kv_cache
 from nv_runtime.cli import main, plan
@@ -184,6 +187,26 @@ def test_memory_of_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     total = torch.cuda.get_device_properties(0).total_memory
     assert 0 < content["fit"]["memory_bytes"] < total
     assert torch.cuda.get_device_name(0) in content["fit"]["memory"]
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_graphs_take_memory_where_there_are_graphs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    write_checkpoint(tmp_path, TinySpec())
+    config = open_checkpoint(tmp_path).config
+    backend = TorchAttention() if name == "torch" else TritonAttention()
+    monkeypatch.setattr(nv_runtime.builder, "select_attention_backend", lambda *_, **__: backend)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (30 * GIB, 40 * GIB))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+
+    def fit(**options: Any) -> plan.Fit:  # noqa: ANN401 - EngineConfig's own
+        engine = EngineConfig(model="m", block_size=16, **options)
+        device = torch.device("cuda")
+        return plan.fit_memory(config, engine, device=device, dtype=torch.bfloat16)
+
+    has_graphs = fit().activation_bytes > fit(enforce_eager=True).activation_bytes
+    assert has_graphs == (name == "triton")
 
 
 def test_a_wrong_model_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ import nv_runtime.builder
 import nv_runtime.captured_graphs
 from nv_core import SamplingParams, Scheduler, SchedulerConfig
 from nv_kernels import select_attention_backend
+from nv_kernels.attention.torch_backend import TorchAttention
 from nv_kernels.attention.triton_backend import TritonAttention
 from nv_models import TensorParallel
 from nv_runtime import EngineConfig
@@ -209,13 +210,29 @@ def test_no_graphs_with_attention_that_waits_for_the_host(caplog: pytest.LogCapt
     )
     config = EngineConfig(model="m")
     caplog.set_level("INFO", "nv_runtime")
-    assert not nv_runtime.builder._uses_graphs(config, torch.device("cuda"), backend)
+    assert not nv_runtime.builder.uses_graphs(config, torch.device("cuda"), backend)
     (message,) = caplog.messages
     assert message.startswith("no CUDA graphs: attention backend 'torch' waits for the host")
     # The others are captured, and where there are no graphs anyway nothing is said.
     device = torch.device("cuda")
-    assert nv_runtime.builder._uses_graphs(config, device, TritonAttention())
+    assert nv_runtime.builder.uses_graphs(config, device, TritonAttention())
     eager = EngineConfig(model="m", enforce_eager=True)
-    assert not nv_runtime.builder._uses_graphs(eager, device, backend)
-    assert not nv_runtime.builder._uses_graphs(config, torch.device("cpu"), backend)
+    assert not nv_runtime.builder.uses_graphs(eager, device, backend)
+    assert not nv_runtime.builder.uses_graphs(config, torch.device("cpu"), backend)
     assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_of_several_ranks_one_says_that_there_are_no_graphs(
+    caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    """Ranks that talk through gloo wait for the host, whatever their attention does."""
+    device, config = torch.device("cuda"), EngineConfig(model="m")
+    backend = TorchAttention() if name == "torch" else TritonAttention()
+    caplog.set_level("INFO", "nv_runtime")
+    for rank in range(2):
+        group = cast("torch.distributed.ProcessGroup", object())
+        ranks = TensorParallel(rank, 2, group, stages_on_host=True)
+        assert not nv_runtime.builder.uses_graphs(config, device, backend, ranks)
+    (message,) = caplog.messages
+    assert "waits for the host" in message or "gloo wait for the host" in message

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import nv_core.step_log
 import tiny_checkpoints
 from nv_core import ConfigError, SamplingParams, StepPlan
 from nv_core.step_log import StepLog, read_step_log
@@ -170,6 +171,55 @@ def test_a_failed_step_ends_its_requests_in_the_log(checkpoint: Path, tmp_path: 
     log = read_step_log(path)
     assert [r.finish_reason for r in log.requests.values()] == ["error", "length"]
     assert num_tokens_of(log, 1) == 2
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_blocks_that_a_failed_step_took_away_are_away_in_the_log(
+    checkpoint: Path,
+    tmp_path: Path,
+    ahead: bool,  # noqa: FBT001 - a parameter of the test
+) -> None:
+    """A sequence that it preempted comes back later, with a new table."""
+    sim = pytest.importorskip("nv_core.sim", reason="needs the extra nv-core[sim]")
+    path = tmp_path / "log.jsonl"
+    failed: list[StepPlan] = []
+    with make_llm(checkpoint, path, async_scheduling=ahead) as llm:
+        runner = llm._open_parts().engine.runner
+        launch = runner.launch
+
+        def fail_once(plan: StepPlan) -> Any:  # noqa: ANN401 - a handle
+            if plan.preempted and not failed:
+                failed.append(plan)
+                raise RuntimeError("no such device")
+            return launch(plan)
+
+        runner.launch = fail_once  # type: ignore[method-assign]
+        params = SamplingParams(max_tokens=40, ignore_eos=True)
+        streams = [llm.stream(prompt, params) for prompt in prompts_of([17, 19, 23])]
+        with pytest.raises(RuntimeError, match="no such device"):
+            list(streams[0])
+        for stream in streams:
+            list(stream)
+        llm.generate(prompts_of([5]), params, use_tqdm=False)
+    log = read_step_log(path)
+    (preempted,) = failed[0].preempted
+    # One step ahead, it is still in the step before, which is lost as well.
+    assert log.requests[preempted].finish_reason == ("error" if ahead else "length")
+    for step, pool in sim.replay_blocks(log):
+        assert pool.num_used == step.num_used_blocks
+
+
+def test_a_file_that_may_not_be_written_is_one_line(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(nv_core.step_log, "_open", refuse)
+    with pytest.raises(
+        ConfigError, match=r"step_log=.* cannot be written: Permission denied; name"
+    ):
+        make_llm(checkpoint, tmp_path / "log.jsonl")
 
 
 def test_what_is_no_path_is_refused(checkpoint: Path) -> None:

@@ -68,7 +68,7 @@ class Emulator:
         patch.setattr(nv_runtime.captured_graphs, "capture", self.capture)
         patch.setattr(nv_runtime.captured_graphs, "fill_pool", lambda *_, **__: None)
         patch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-        patch.setattr(nv_runtime.builder, "_uses_graphs", lambda *_: True)
+        patch.setattr(nv_runtime.builder, "uses_graphs", lambda *_: True)
 
     def capture(self, run: Callable[[], Output], *_where: object) -> tuple[EmulatedGraph, Output]:
         # A capture runs nothing: whatever this run writes is put back.

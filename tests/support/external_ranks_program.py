@@ -16,6 +16,9 @@ from forked_ranks import Fault, do_nothing
 
 Requests = list[list[int]]
 
+STEP_LOG = "log.jsonl"
+"""Name of the step log that every rank is asked for, in the folder of the results."""
+
 
 def run_external(
     folder: Path,
@@ -28,7 +31,7 @@ def run_external(
     """Runs one program on several ranks.
 
     Args:
-        folder: For the results.
+        folder: For the results and the step log of the last engine.
         checkpoint: The model.
         requests_of_ranks: For each rank, the prompts that it gives to each of its engines.
         port: Of the launcher's store.
@@ -75,14 +78,14 @@ def _run(
     result: dict[str, Any] = {"tokens": []}
     try:
         for prompts in engines:
-            result["tokens"].append(_answers(checkpoint, size, prompts))
+            result["tokens"].append(_answers(checkpoint, size, prompts, folder / STEP_LOG))
     except Exception:  # noqa: BLE001 - the test looks at it
         result["error"] = traceback.format_exc()
     (folder / f"{rank}.json").write_text(json.dumps(result))
     os._exit(0)
 
 
-def _answers(checkpoint: Path, size: int, prompts: Requests) -> list[list[int]]:
+def _answers(checkpoint: Path, size: int, prompts: Requests, log: Path) -> list[list[int]]:
     from nv_runtime import LLM, SamplingParams
 
     params = [
@@ -101,6 +104,7 @@ def _answers(checkpoint: Path, size: int, prompts: Requests) -> list[list[int]]:
         tensor_parallel_size=size,
         distributed_executor_backend="external_launcher",
         rank_timeout_s=20,
+        step_log=log,
     ) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]

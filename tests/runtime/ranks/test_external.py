@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 import tiny_checkpoints
-from external_ranks_program import run_external
+from external_ranks_program import STEP_LOG, run_external
 from forked_ranks import In, do_nothing, fail
 from nv_core import ConfigError, SamplingParams
+from nv_core.step_log import read_step_log
 from nv_runtime import LLM
 from nv_runtime.ranks.process_group import host_store
 
@@ -52,6 +53,12 @@ def test_every_rank_gets_the_answers_of_one(checkpoint: Path, tmp_path: Path, po
             expected.append([list(output.outputs[0].token_ids) for output in outputs])
     results = run_external(tmp_path, checkpoint, [[PROMPTS, PROMPTS[:1]]] * 2, port=port)
     assert results == [{"tokens": expected}] * 2
+    # One rank writes the log that all were asked for: no request and no step is in it twice.
+    log = read_step_log(tmp_path / STEP_LOG)
+    assert len(log.requests) == 1
+    assert [step.step_id for step in log.steps] == list(range(len(log.steps)))
+    assert sum(len(step.sampled) for step in log.steps) == 30
+    assert not log.is_truncated
 
 
 def test_ranks_that_plan_different_things_are_told(

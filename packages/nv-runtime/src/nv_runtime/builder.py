@@ -12,6 +12,7 @@ import torch
 from tqdm import tqdm
 
 from nv_core import ConfigError, SamplingParams, Scheduler, SchedulerConfig
+from nv_core.step_log import LogHeader
 from nv_kernels import (
     AttentionBackend,
     KernelInputError,
@@ -190,10 +191,10 @@ def build_rank(
     max_model_len = _resolve_max_model_len(config, model_config)
     if agreement is not None:
         agreement.require_equal(_facts(config, checkpoint, dtype=dtype))
-    backend, block_size = _select_backend(
+    backend, block_size = select_backend(
         config, model_config, device=device, dtype=dtype, kv_cache_dtype=kv_cache_dtype
     )
-    use_graphs = _uses_graphs(config, device, backend)
+    use_graphs = uses_graphs(config, device, backend, tensor_parallel)
     times.end("attention backend", backend.name)
     model = _load(
         checkpoint,
@@ -255,7 +256,7 @@ def build_rank(
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=max_model_len,
         device=device,
-        use_graphs=use_graphs and not tensor_parallel.stages_on_host,
+        use_graphs=use_graphs,
         seed_of=lambda seq_id: derive_seed(config.seed, seq_id),
         usual_needs=lasting_needs_of(
             _default_sampling_params(config, checkpoint), model_config.vocab_size
@@ -313,7 +314,8 @@ def _build_engine(
     )
     num_steps_ahead = int(_schedules_ahead(config, device))
     step_log = None
-    if config.step_log is not None:
+    # Under an external launcher every rank is here, and all would write the same file.
+    if config.step_log is not None and tensor_parallel.rank == 0:
         header = make_header(
             scheduler,
             model_config,
@@ -322,7 +324,7 @@ def _build_engine(
             device=device,
             num_steps_ahead=num_steps_ahead,
         )
-        step_log = EngineStepLog(config.step_log, header)
+        step_log = _open_step_log(config.step_log, header)
     stats = None
     if not config.disable_log_stats:
         stats = EngineStats(
@@ -345,7 +347,11 @@ def _build_engine(
     )
     times.end("engine")
     if config.graph_capture == "start":
-        capture_graphs(engine, show_progress=config.show_progress)
+        try:
+            capture_graphs(engine, show_progress=config.show_progress)
+        except BaseException:
+            engine.close()
+            raise
         times.end("captures ahead")
     times.log_ready()
     return EngineParts(
@@ -416,7 +422,7 @@ def _resolve_max_model_len(config: EngineConfig, model_config: ModelConfig) -> i
     return config.max_model_len
 
 
-def _select_backend(
+def select_backend(
     config: EngineConfig,
     model_config: ModelConfig,
     *,
@@ -424,7 +430,18 @@ def _select_backend(
     dtype: torch.dtype,
     kv_cache_dtype: torch.dtype,
 ) -> tuple[AttentionBackend, int]:
-    """Picks backend and block size together: each may restrict the other."""
+    """Picks backend and block size together: each may restrict the other.
+
+    Args:
+        config: The engine's options.
+        model_config: The model.
+        device: Where it computes.
+        dtype: Of the activations.
+        kv_cache_dtype: Of the KV cache.
+
+    Raises:
+        ConfigError: The backend that was asked for cannot run here.
+    """
     num_heads, num_kv_heads = heads_per_rank(model_config, config.tensor_parallel_size)
 
     def select(name: str, block_size: int) -> AttentionBackend:
@@ -512,16 +529,41 @@ def _all_eos_token_ids(
     return tuple(dict.fromkeys(token_id for token_id in ids if token_id < vocab_size))
 
 
-def _uses_graphs(config: EngineConfig, device: torch.device, backend: AttentionBackend) -> bool:
+def uses_graphs(
+    config: EngineConfig,
+    device: torch.device,
+    backend: AttentionBackend,
+    tensor_parallel: TensorParallel = SINGLE_RANK,
+) -> bool:
+    """Whether steps run as CUDA graphs; where that is not for the user's sake, rank 0 says why.
+
+    Args:
+        config: The engine's options.
+        device: Where it computes.
+        backend: Of attention.
+        tensor_parallel: Which rank of how many.
+    """
     if device.type != "cuda" or config.enforce_eager:
         return False
     if backend.waits_for_host:
-        logger.info(
-            "no CUDA graphs: attention backend %r waits for the host, which no graph can hold",
-            backend.name,
-        )
-        return False
-    return True
+        waits = f"attention backend {backend.name!r} waits"
+    elif tensor_parallel.stages_on_host:
+        waits = "collectives through gloo wait"
+    else:
+        return True
+    if tensor_parallel.rank == 0:
+        logger.info("no CUDA graphs: %s for the host, which no graph can hold", waits)
+    return False
+
+
+def _open_step_log(path: str, header: LogHeader) -> EngineStepLog:
+    try:
+        return EngineStepLog(path, header)
+    except OSError as error:
+        raise ConfigError(
+            f"step_log={path!r} cannot be written: {error.strerror or error}; name another file, "
+            "or leave step_log out"
+        ) from error
 
 
 def _schedules_ahead(config: EngineConfig, device: torch.device) -> bool:

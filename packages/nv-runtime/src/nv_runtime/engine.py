@@ -319,9 +319,9 @@ class Engine:
             yield
         except BaseException:
             self._in_flight.clear()
-            if self._step_log is not None:
-                self._step_log.note_failed()
             plans = self.scheduler.plans_in_flight
+            if self._step_log is not None:
+                self._step_log.note_failed(plans)
             for seq_id in chain.from_iterable(plan.sequences.seq_ids for plan in plans):
                 self.scheduler.finish(seq_id, FinishReason.ERROR)
             for plan in plans:

@@ -119,7 +119,7 @@ class EngineConfig:
         seed: Seed of dummy weights, and of the draws of requests that bring no seed.
         step_log: A file to write what each step does and when, one JSON object a line, for
             `nv_core.sim` to draw, measure and fit; `.gz` at the end packs it. Its folder must be
-            there. None for no log.
+            there. None for no log. Of the ranks of an external launcher, rank 0 writes it.
         disable_log_stats: Whether the engine counts nothing, and writes no line about its load to
             the log from time to time. `LLM.get_metrics` needs the counts.
         log_stats_interval_s: Seconds between two such lines, which are written while it works.

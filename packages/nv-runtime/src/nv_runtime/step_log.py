@@ -8,7 +8,7 @@ slower of the two, so that is what `nv_core.sim` fits its latency models to.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 import torch
@@ -43,6 +43,8 @@ class EngineStepLog:
         self._requests: dict[int, RequestRecord] = {}
         self._launched: dict[int, tuple[float, float]] = {}
         self._blocks = BlockTracker()
+        # By plans that failed, since the last step of the log.
+        self._released_in_vain: tuple[int, ...] = ()
         self._is_open = True
 
     def note_added(self, seq: Sequence) -> None:
@@ -76,11 +78,21 @@ class EngineStepLog:
             done_s=done - self._origin,
             new_blocks=self._blocks.follow(plan),
         )
+        if self._released_in_vain:
+            step = step._replace(released=self._released_in_vain + plan.released)
+            self._released_in_vain = ()
         self._write(lambda: self._writer.add_step(step))
 
-    def note_failed(self) -> None:
-        """Notes that the steps in flight are lost."""
+    def note_failed(self, plans: Iterable[StepPlan]) -> None:
+        """Notes that steps are lost: they are no events, but what they released is released.
+
+        Args:
+            plans: All that are in flight, the oldest first.
+        """
         self._launched.clear()
+        for plan in plans:
+            self._blocks.follow(plan)
+            self._released_in_vain += plan.released
 
     def note_finished(self, seq: Sequence) -> None:
         """Notes that a request has ended."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nv_models import Checkpoint, ModelConfig, WeightError
+from nv_runtime.builder import select_backend, uses_graphs
 from nv_runtime.kv_cache import (
     CPU_DEFAULT_BYTES,
     available_cpu_bytes,
@@ -166,7 +167,7 @@ def fit_memory(
         max_num_tokens=max(engine.max_num_batched_tokens, engine.max_num_seqs),
         max_num_seqs=engine.max_num_seqs,
         tensor_parallel_size=engine.tensor_parallel_size,
-        use_graphs=device.type == "cuda" and not engine.enforce_eager,
+        use_graphs=_uses_graphs(config, engine, device, dtype, is_here=memory_bytes is None),
     ).total_bytes
     share = engine.gpu_memory_utilization
     if memory_bytes is not None:
@@ -191,3 +192,24 @@ def fit_memory(
         kv_cache_bytes=left,
         num_kv_tokens=max(left, 0) // token_bytes,
     )
+
+
+def _uses_graphs(
+    config: ModelConfig,
+    engine: EngineConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    is_here: bool,
+) -> bool:
+    """Whether the engine would run CUDA graphs; a GPU that is not here is taken for a new one."""
+    if device.type != "cuda" or not is_here:
+        return device.type == "cuda" and not engine.enforce_eager
+    backend, _ = select_backend(
+        engine,
+        config,
+        device=device,
+        dtype=dtype,
+        kv_cache_dtype=engine.resolve_kv_cache_dtype(dtype),
+    )
+    return uses_graphs(engine, device, backend)
