@@ -57,6 +57,9 @@ def test_local_models_are_taken_as_they_are(
         "here/qwen.gguf",
         "here/qwen",
         "C:\\models\\qwen",
+        "~nobody-of-this-name/qwen",
+        "./" + 5000 * "x",
+        "a/" + 5000 * "x" + "/qwen",
     ],
 )
 def test_a_mistyped_path_never_reaches_the_hub(

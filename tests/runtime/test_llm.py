@@ -320,7 +320,16 @@ def test_unknown_options_name_the_nearest(checkpoint: Path) -> None:
         ({"distributed_executor": "ray"}, "distributed_executor must be one of mp, external"),
         ({"distributed_executor_backend": "ray"}, "must be one of mp, external_launcher"),
         ({"collective_backend": "mpi"}, "collective_backend must be one of auto, nccl, gloo"),
-        ({"rank_timeout_s": 0}, "rank_timeout_s must be a number of seconds above 0"),
+        *(
+            ({name: seconds}, rf"{name} must be a number of seconds in \(0, 604800\]")
+            for name in ("rank_timeout_s", "rank_start_timeout_s")
+            for seconds in (0, -1, "9", True, float("nan"), float("inf"), 1e300)
+        ),
+        ({"dtype": torch.float64}, r"dtype must be one of auto, .*, got torch.float64"),
+        ({"generation_config": "x" * 5000}, "generation_config must be one of"),
+        ({"generation_config": "a\0b"}, "generation_config must be one of"),
+        ({"step_log": "x" * 5000}, "step_log=.* cannot be written: File name too long"),
+        ({"step_log": "x" * 5000 + "/log"}, "step_log=.* is in a folder that does not exist"),
         ({"attention_backend": "tritn"}, "triton"),
         ({"load_format": "pickle"}, "load_format must be one of"),
         ({"scheduling_policy": "random"}, "policy must be one of"),

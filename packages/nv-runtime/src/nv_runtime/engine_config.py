@@ -6,6 +6,7 @@ for each that makes sense there.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from os import PathLike
@@ -45,6 +46,7 @@ GENERATION_CONFIGS = ("auto", "vllm")
 GRAPH_CAPTURES = ("idle", "lazy", "start")
 
 MAX_TENSOR_PARALLEL_SIZE = 8
+MAX_RANK_TIMEOUT_S = 7 * 24 * 3600
 
 DISTRIBUTED_EXECUTORS = ("mp", "external")
 COLLECTIVE_BACKENDS = ("auto", "nccl", "gloo")
@@ -192,7 +194,7 @@ class EngineConfig:
         interval = self.log_stats_interval_s
         if not isinstance(interval, (int, float)) or not interval > 0:
             raise ConfigError(f"log_stats_interval_s must be seconds above 0, got {interval!r}")
-        if not isinstance(self.dtype, torch.dtype) and self.dtype not in ("auto", *DTYPES):
+        if self.dtype not in ("auto", *DTYPES, *DTYPES.values()):
             names = ", ".join(("auto", *DTYPES))
             raise ConfigError(f"dtype must be one of {names}, got {self.dtype!r}")
         for name in ("model", "device", "attention_backend"):
@@ -328,8 +330,12 @@ class EngineConfig:
         self._check_choice("distributed_executor", DISTRIBUTED_EXECUTORS)
         for name in ("rank_timeout_s", "rank_start_timeout_s"):
             seconds = getattr(self, name)
-            if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or seconds <= 0:
-                raise ConfigError(f"{name} must be a number of seconds above 0, got {seconds!r}")
+            is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+            if not is_number or not 0 < seconds <= MAX_RANK_TIMEOUT_S:
+                raise ConfigError(
+                    f"{name} must be a number of seconds in (0, {MAX_RANK_TIMEOUT_S}] (a week), "
+                    f"got {seconds!r}"
+                )
 
     def _check_positive(self, name: str) -> None:
         value = getattr(self, name)
@@ -343,9 +349,9 @@ class EngineConfig:
         if not isinstance(self.step_log, str):
             raise ConfigError(f"step_log must be a path or None, got {self.step_log!r}")
         path = Path(self.step_log)
-        if path.is_dir():
+        if os.path.isdir(path):
             raise ConfigError(f"step_log={self.step_log!r} is a folder; name a file in it")
-        if not path.parent.is_dir():
+        if not os.path.isdir(path.parent):
             raise ConfigError(
                 f"step_log={self.step_log!r} is in a folder that does not exist; make the folder "
                 f"{str(path.parent)!r} first, or name another file"
@@ -354,7 +360,7 @@ class EngineConfig:
     def _check_generation_config(self) -> None:
         value = self.generation_config
         if value not in GENERATION_CONFIGS and not (
-            isinstance(value, str) and (Path(value) / "generation_config.json").is_file()
+            isinstance(value, str) and os.path.isfile(Path(value) / "generation_config.json")
         ):
             raise ConfigError(
                 f"generation_config must be one of {', '.join(GENERATION_CONFIGS)}, or a folder "

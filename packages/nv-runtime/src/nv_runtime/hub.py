@@ -7,6 +7,7 @@ never sent to the Hub.
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -65,8 +66,9 @@ def resolve_model(
     name = str(model)
     if not name:
         raise ModelNotFoundError("model is empty; give a directory, a .gguf file or a Hub id.")
-    path = Path(name).expanduser()
-    if path.exists():
+    # Not by methods of `Path`: those raise for names that no file can have.
+    path = Path(os.path.expanduser(name))
+    if os.path.exists(path):
         if revision is not None:
             logger.warning("revision %r is not used: %s is on this machine", revision, path)
         return _check_local(path)
@@ -98,12 +100,12 @@ def _looks_like_path(name: str) -> bool:
         return True
     if name.lower().endswith((".gguf", ".safetensors", ".bin", ".json")):
         return True
-    return "/" in name and Path(name).parent.is_dir()
+    return "/" in name and os.path.isdir(Path(name).parent)
 
 
 def _missing_path_message(path: Path) -> str:
     parent = path.parent
-    if not parent.is_dir():
+    if not os.path.isdir(parent):
         return f"model: there is no {path}: the directory {parent} does not exist."
     others = sorted(
         entry.name for entry in parent.iterdir() if entry.is_dir() or entry.suffix == ".gguf"
