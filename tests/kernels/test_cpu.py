@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -76,6 +78,20 @@ def test_a_sequence_does_not_depend_on_its_neighbours() -> None:
         )
         row = paged_decode_attention(query[seq : seq + 1], cache, alone, scale=0.3)
         assert torch.equal(row[0], together[seq])
+
+
+def test_a_batch_made_of_another_is_looked_up_anew() -> None:
+    query, cache, metadata = make_problem([9, 6], heads_first=True, dtype=torch.float32)
+    paged_decode_attention(query, cache, metadata, scale=0.3)
+    other = replace(
+        metadata,
+        context_lens=metadata.context_lens.flip(0),
+        block_table=metadata.block_table.flip(0),
+    )
+    torch.testing.assert_close(
+        paged_decode_attention(query, cache, other, scale=0.3),
+        paged_attention(query, cache, other, scale=0.3),
+    )
 
 
 def test_what_it_cannot_do_is_left_to_the_reference() -> None:

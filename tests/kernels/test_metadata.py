@@ -38,6 +38,13 @@ def test_it_cannot_be_changed() -> None:
         metadata.max_query_len = 3  # type: ignore[misc]
 
 
+def test_another_batch_takes_nothing_that_was_worked_out_for_this_one() -> None:
+    metadata = AttentionMetadata(**parts())
+    metadata.derived["a plan"] = object()
+    assert dataclasses.replace(metadata, block_table=int32(0, 1, 2, 3).view(2, 2)).derived == {}
+    assert "a plan" in metadata.derived
+
+
 @pytest.mark.parametrize(
     ("name", "bad", "message"),
     [

@@ -80,8 +80,9 @@ class AttentionMetadata:
     is_settled: bool = False
     """Whether the kernel that is launched directly before an op writes none of these tensors, in
     all ops that get this metadata. Kernels may then read them before that one has ended."""
-    derived: dict[str, object] = field(default_factory=dict, repr=False)
-    """What a backend works out once for all layers of the step, by a key of its own."""
+    derived: dict[str, object] = field(default_factory=dict, init=False, repr=False)
+    """What a backend works out once for all layers of the step, by a key of its own. A copy with
+    other tensors (`dataclasses.replace`) begins with none."""
 
     def __post_init__(self) -> None:
         """Checks that the parts describe the same batch.
