@@ -309,6 +309,9 @@ def test_from_pretrained_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"config\.json is not valid JSON"):
         ModelConfig.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match=r"config\.json is not valid JSON \(.*recursion"):
+        ModelConfig.from_pretrained(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ConfigError, match="must hold a JSON object, got list"):
         ModelConfig.from_pretrained(tmp_path)

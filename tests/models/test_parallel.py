@@ -252,6 +252,9 @@ class TestRefused:
         assert message.endswith("Sizes that fit: 1, 2, 6")
         with pytest.raises(ConfigError, match="num_key_value_heads = 2 is neither a multiple nor"):
             check_tensor_parallel_size(config, 3)
+        for size in (0, -2):
+            with pytest.raises(ConfigError, match=f"size must be at least 1, got {size}"):
+                check_tensor_parallel_size(config, size)
 
     def test_layers_check_on_their_own(self) -> None:
         with pytest.raises(ConfigError, match=r"number of outputs \(7\) must be a multiple"):

@@ -171,7 +171,7 @@ class ModelConfig:
         """Reads the contents of a config.json.
 
         A missing field takes the default that transformers gives it for the same architecture, or
-        is an error where a default would be a guess.
+        is an error where a default would be a guess; missing token ids are none.
 
         Args:
             raw: The parsed file.
@@ -229,7 +229,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
             f"{path.name} is missing in {path.parent}: give the directory of a Hugging Face "
             "checkpoint, or a .gguf file"
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid JSON ({error}); download it again") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{path} must hold a JSON object, got {type(value).__name__}")

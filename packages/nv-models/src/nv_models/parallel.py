@@ -146,8 +146,11 @@ def check_tensor_parallel_size(config: ModelConfig, size: int) -> None:
     over a whole number of ranks each. The vocabulary may have any size: it is padded.
 
     Raises:
-        ConfigError: A count does not divide; the message names every such count.
+        ConfigError: A count does not divide (the message names every such count), or `size` is
+            below 1.
     """
+    if size < 1:
+        raise ConfigError(f"tensor parallel size must be at least 1, got {size}")
     problems = []
     if config.num_heads % size:
         problems.append(f"num_attention_heads = {config.num_heads} is not a multiple of it")
