@@ -20,6 +20,7 @@ from nv_models.checkpoint import (
     plain_copy,
 )
 from nv_models.config import ModelConfig, read_json_object
+from nv_models.config_values import shown
 from nv_models.errors import WeightError
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ FLOAT_DTYPES: dict[str, torch.dtype] = {
 _DTYPE_BITS = {"F32": 32, "F16": 16, "BF16": 16, "F64": 64, "I64": 64, "I32": 32, "I16": 16}
 
 _PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+_FILE_NAME = re.compile(r"[^/\\\0]{1,200}\.safetensors")
 
 _SHARD_NAME = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
 
@@ -116,9 +119,12 @@ class SafetensorsCheckpoint(Checkpoint):
         if not isinstance(listed, dict) or not listed:
             raise WeightError(f"{path} has no weight_map; download it again")
         # A name with a folder in it could lead out of the checkpoint.
-        bad = sorted({str(file) for file in listed.values() if "/" in str(file)})
+        bad = [file for file in listed.values() if not _FILE_NAME.fullmatch(str(file))]
         if bad:
-            raise WeightError(f"{path} names files in other folders: {', '.join(bad)}")
+            raise WeightError(
+                f"{path} must name .safetensors files of its own folder, got {shown(bad[0])}; "
+                "download it again"
+            )
         return {str(name): str(file) for name, file in listed.items()}
 
     def _find_files(self) -> list[Path]:
