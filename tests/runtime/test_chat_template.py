@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 
 from nv_core.errors import ConfigError, RequestError
 from nv_runtime.chat_template import ChatTemplates
+from nv_runtime.conversation import render_conversation
 from nv_runtime.tokenizer import Tokenizer, load_tokenizer_from_directory
 from tiny_tokenizers import save_tokenizer
 
@@ -539,6 +540,64 @@ def test_wrong_arguments_are_named(ours: dict[str, Tokenizer]) -> None:
         render("fixed", QUESTION, continue_final_message=True)
     with pytest.raises(ConfigError, match="line 2 is no valid Jinja"):
         render("\n{% if %}", QUESTION)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "{{ '{0}'.format() }}",
+        "{{ cycler().next() }}",
+        "{{ 1 / 0 }}",
+        "{{ range(10 ** 9) | list }}",
+        "{% include 'other' %}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ strftime_now(5) }}",
+        "{{ raise_exception(5) }}",
+    ],
+)
+def test_whatever_a_template_does_is_an_error_of_the_request(body: str) -> None:
+    with pytest.raises(RequestError, match=r"chat template (failed on|refused) them"):
+        render(body, QUESTION)
+
+
+def test_what_holds_itself_is_refused() -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    with pytest.raises(RequestError, match="without end, or too deeply"):
+        render("", {"role": "user", "content": endless})
+    with pytest.raises(RequestError, match="without end, or too deeply"):
+        render("", QUESTION, tools=[{"type": endless}])
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        render("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", QUESTION)
+    with pytest.raises(RequestError, match=r"chat_template must be .* got int"):
+        ChatTemplates({}, {}).render([QUESTION], chat_template=5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{"tokenize": True}, {"messages": []}, {"padding": True}, {1: 2}, 5, "text", [1]],
+    ids=repr,
+)
+def test_what_is_no_variable_of_a_template_is_refused(
+    ours: dict[str, Tokenizer],
+    variables: Any,  # noqa: ANN401 - whatever a caller may pass
+) -> None:
+    with pytest.raises(RequestError, match="chat_template_kwargs must be a dict of variables"):
+        render_conversation(ours["qwen3"], [QUESTION], chat_template_kwargs=variables)
+
+
+def test_template_variables_go_before_arguments_of_the_same_name(
+    ours: dict[str, Tokenizer],
+) -> None:
+    """As in vLLM, whose clients pass some of them that way."""
+    tokenizer = ours["qwen3"]
+    without = render_conversation(tokenizer, [QUESTION], add_generation_prompt=False)
+    assert without != render_conversation(tokenizer, [QUESTION])
+    for name, value in (("add_generation_prompt", False), ("tools", None), ("chat_template", None)):
+        given: dict[str, Any] = {"add_generation_prompt": False, name: "something else"}
+        assert without == render_conversation(
+            tokenizer, [QUESTION], **given, chat_template_kwargs={name: value}
+        )
 
 
 def print_nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -217,6 +218,66 @@ def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"tokenizer_config\.json is no valid JSON"):
         load_tokenizer_from_directory(tmp_path)
+
+
+ODD_VALUES: tuple[Any, ...] = (
+    *(None, True, -1, 1.5, "x", "", [], [[]], [1], {}, {"a": 1}, {"x": {}}, {"1": {}}, {"1": 5}),
+    *({"1": {"content": 5}}, {"-1": {"content": "zz"}}, {"9" * 30: {"content": "zz"}}),
+    *([{"name": "default"}], [{"name": "default", "template": 5}]),
+)
+"""What a field of a damaged file may hold."""
+
+CONFIG_FIELDS = (
+    *("added_tokens_decoder", "eos_token", "extra_special_tokens", "additional_special_tokens"),
+    *("split_special_tokens", "chat_template"),
+)
+
+
+def load_and_use(path: Path) -> None:
+    tokenizer = load_tokenizer_from_directory(path)
+    assert tokenizer.decode(tokenizer.encode("sea")).strip() == "sea"
+    if tokenizer.chat_template is not None:
+        with contextlib.suppress(RequestError):
+            tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize("field", CONFIG_FIELDS)
+def test_a_field_of_another_kind_is_refused_or_does_no_harm(tmp_path: Path, field: str) -> None:
+    path = save_tokenizer("qwen", tmp_path)
+    (path / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    for legacy in (False, True):
+        if legacy:
+            config.pop("added_tokens_decoder", None)
+        for value in ODD_VALUES:
+            (path / "tokenizer_config.json").write_text(json.dumps({**config, field: value}))
+            with contextlib.suppress(ConfigError):
+                load_and_use(path)
+
+
+@pytest.mark.parametrize(
+    "name", ["added_tokens.json", "special_tokens_map.json", "chat_template.json"]
+)
+def test_a_file_of_another_kind_is_refused_or_does_no_harm(tmp_path: Path, name: str) -> None:
+    path = save_tokenizer("qwen", tmp_path)
+    for file in ("chat_template.jinja", "tokenizer_config.json"):
+        (path / file).unlink(missing_ok=True)
+    fields = ("a", "eos_token", "chat_template")
+    contents = [*ODD_VALUES, *({field: value} for field in fields for value in ODD_VALUES)]
+    for text in (*map(json.dumps, contents), '{"a": 1, "b": "c"}', "[" * 100_000):
+        (path / name).write_text(text)
+        with contextlib.suppress(ConfigError):
+            load_and_use(path)
+    (path / name).write_bytes(b"\xff\xfe{")
+    with pytest.raises(ConfigError, match=f"{name} is no valid JSON"):
+        load_tokenizer_from_directory(path)
+
+
+def test_a_template_that_is_no_text_is_named(tmp_path: Path) -> None:
+    path = save_tokenizer("qwen", tmp_path)
+    (path / "chat_template.jinja").write_bytes(b"\xff\xfe{{")
+    with pytest.raises(ConfigError, match=r"chat_template\.jinja is no UTF-8 text"):
+        load_tokenizer_from_directory(path)
 
 
 def write_templates(path: Path, places: str) -> None:

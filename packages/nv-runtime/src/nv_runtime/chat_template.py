@@ -34,6 +34,10 @@ _END_OF_MESSAGE = "\ue0f1\ue0f2"
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 
+_FAILURES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError)
+"""What the code of a template raises besides Jinja's own errors; endless recursion is the last."""
+
+
 class ChatTemplates:
     """The chat templates of one model: usually one, sometimes several with names.
 
@@ -66,6 +70,11 @@ class ChatTemplates:
             RequestError: The model has no template, or none that is the default.
         """
         if chat_template is not None:
+            if not isinstance(chat_template, str):
+                raise RequestError(
+                    "chat_template must be a template's name or its source, got "
+                    f"{type(chat_template).__name__}"
+                )
             return self._sources.get(chat_template, chat_template)
         if has_tools and "tool_use" in self._sources:
             return self._sources["tool_use"]
@@ -116,15 +125,21 @@ class ChatTemplates:
                 "the first carries on the last message, the second opens a new one."
             )
         template = self._compile(self.source(chat_template, has_tools=tools is not None))
-        chat = _plain_messages(messages, joins_parts=not template.reads_content_parts)
-        context = {
-            **self._special_tokens,
-            "documents": None if documents is None else _plain(documents, "documents"),
-            **{name: _plain(value, name) for name, value in (variables or {}).items()},
-            "messages": chat,
-            "tools": None if tools is None else _plain_tools(tools),
-            "add_generation_prompt": add_generation_prompt,
-        }
+        try:
+            chat = _plain_messages(messages, joins_parts=not template.reads_content_parts)
+            context = {
+                **self._special_tokens,
+                "documents": None if documents is None else _plain(documents, "documents"),
+                **{name: _plain(value, name) for name, value in (variables or {}).items()},
+                "messages": chat,
+                "tools": None if tools is None else _plain_tools(tools),
+                "add_generation_prompt": add_generation_prompt,
+            }
+        except RecursionError as error:
+            raise RequestError(
+                "messages, or what goes with them, hold lists or dicts within each other without "
+                "end, or too deeply; pass plain data."
+            ) from error
         if not continue_final_message:
             return _render_with_silent_turns(template, context, chat)
         _mark_end(chat[-1])
@@ -172,6 +187,10 @@ class _CompiledTemplate:
                 f"chat_template: line {error.lineno} is no valid Jinja: {error.message}. "
                 "Correct the template, or pass another one as chat_template."
             ) from error
+        except RecursionError as error:
+            raise ConfigError(
+                "chat_template: its expressions or blocks are nested too deeply; pass another one."
+            ) from error
 
     def render(self, context: Mapping[str, Any]) -> str:
         try:
@@ -185,7 +204,7 @@ class _CompiledTemplate:
             raise RequestError(
                 f"messages: the model's chat template refused them: {error}"
             ) from error
-        except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+        except _FAILURES as error:
             raise RequestError(
                 "messages: the model's chat template failed on them with "
                 f"{type(error).__name__}: {error}. Compare the keys and types of the messages with "

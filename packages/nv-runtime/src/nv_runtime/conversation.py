@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from nv_core import RequestError
+from nv_core import NvError, RequestError
 from nv_runtime.prompt import TokensPrompt
 
 if TYPE_CHECKING:
@@ -54,7 +54,8 @@ def render_conversation(
         add_generation_prompt: Whether the rendered text ends by opening the answer.
         continue_final_message: Whether the answer goes on in the last message instead.
         tools: Descriptions of tools for the template.
-        chat_template_kwargs: Further variables of the template, such as `enable_thinking`.
+        chat_template_kwargs: Further variables of the template, such as `enable_thinking`. As in
+            vLLM, what it says goes before the arguments of the same name.
 
     Returns:
         The prompt's text and tokens. The template has written every special token already, so the
@@ -63,14 +64,21 @@ def render_conversation(
     Raises:
         RequestError: The conversation cannot be rendered.
     """
-    text = tokenizer.apply_chat_template(
-        messages,
-        chat_template=chat_template,
-        add_generation_prompt=add_generation_prompt,
-        continue_final_message=continue_final_message,
-        tools=tools,
-        **(chat_template_kwargs or {}),
-    )
+    arguments: dict[str, Any] = {
+        "chat_template": chat_template,
+        "add_generation_prompt": add_generation_prompt,
+        "continue_final_message": continue_final_message,
+        "tools": tools,
+    }
+    try:
+        arguments.update(chat_template_kwargs or {})
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, NvError):
+            raise
+        raise RequestError(
+            f"chat_template_kwargs must be a dict of variables of the template: {error}"
+        ) from error
     return {
         "prompt": text,
         "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False),

@@ -166,7 +166,7 @@ def _byte_level(data: GGUFTokenizerData) -> tuple[tokenizers.Tokenizer, bool]:
         raise ConfigError(
             f"tokenizer.ggml.pre: the pre-tokenizer {name!r} is not known (in {data.source}), and "
             f"any other would give wrong token ids; known are {sorted(known)}. Use the "
-            "model's Hugging Face directory, or pass its tokenizer.json directory as tokenizer."
+            "model's Hugging Face directory, or pass token ids with skip_tokenizer_init=True."
         )
     if not data.merges:
         raise ConfigError(

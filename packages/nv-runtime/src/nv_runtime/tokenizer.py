@@ -14,7 +14,8 @@ Read `nv_runtime.chat_template` for conversations, `nv_runtime.detokenizer` for 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -286,11 +287,13 @@ def load_tokenizer_from_directory(path: str | Path) -> Tokenizer:
     """
     path = Path(path)
     backend = _load_backend(path / "tokenizer.json")
-    config = _read_json(path / "tokenizer_config.json")
-    if "added_tokens_decoder" not in config:
-        config = {**config, **_read_json(path / "special_tokens_map.json")}
-    declared = _declared_added_tokens(config, path)
-    special_tokens = _register_added_tokens(backend, config, declared)
+    with _explained(path):
+        config = _read_json(path / "tokenizer_config.json")
+        if config.get("added_tokens_decoder") is None:
+            config = {**config, **_read_json(path / "special_tokens_map.json")}
+        declared = _declared_added_tokens(config, path)
+        special_tokens = _register_added_tokens(backend, config, declared)
+        chat_templates = _load_chat_templates(path, config)
     backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
     eos = special_tokens.get("eos_token")
     eos_id = None if eos is None else backend.token_to_id(eos)
@@ -298,8 +301,24 @@ def load_tokenizer_from_directory(path: str | Path) -> Tokenizer:
         backend,
         special_tokens=special_tokens,
         eos_token_ids=() if eos_id is None else (eos_id,),
-        chat_templates=_load_chat_templates(path, config),
+        chat_templates=chat_templates,
     )
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Turns what JSON of another shape raises into an error that says where to look."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(
+            "tokenizer: tokenizer_config.json, special_tokens_map.json, added_tokens.json or "
+            f"chat_template.json in {path} holds something of another kind than it should "
+            f"({type(error).__name__}: {error}); compare them with the published ones, or download "
+            "them again."
+        ) from error
 
 
 def _load_backend(file: Path) -> tokenizers.Tokenizer:
@@ -328,7 +347,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"tokenizer: {file} is no valid JSON ({error}).") from error
     if not isinstance(content, dict):
         raise ConfigError(f"tokenizer: {file} must hold a JSON object.")
@@ -338,8 +357,9 @@ def _read_json(file: Path) -> dict[str, Any]:
 def _declared_added_tokens(config: Mapping[str, Any], path: Path) -> list[tokenizers.AddedToken]:
     """Returns the added tokens that the files beside tokenizer.json declare, in id order."""
     by_id: dict[int, tokenizers.AddedToken] = {}
-    if "added_tokens_decoder" in config:
-        for token_id, token in config["added_tokens_decoder"].items():
+    declared = config.get("added_tokens_decoder")
+    if declared is not None:
+        for token_id, token in declared.items():
             by_id[int(token_id)] = _added_token(token)
     else:
         special = {_content(config.get(name)) for name in _SPECIAL_NAMES}
@@ -415,9 +435,7 @@ def _load_chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str
     files = {"default": path / "chat_template.jinja"}
     for file in sorted((path / "additional_chat_templates").glob("*.jinja")):
         files[file.stem] = file
-    templates = {
-        name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()
-    }
+    templates = {name: _read_template(file) for name, file in files.items() if file.is_file()}
     if templates:
         return templates
     entry = config.get("chat_template")
@@ -431,3 +449,12 @@ def _load_chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str
     if isinstance(entry, Sequence):
         return {str(item["name"]): str(item["template"]) for item in entry}
     return {}
+
+
+def _read_template(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"chat_template: {file} is no UTF-8 text ({error}); download it again."
+        ) from error
