@@ -64,7 +64,9 @@ def measure_latency_of(model: str, arguments: argparse.Namespace) -> dict[str, A
         runs = measure_latency(
             llm, draw, num_iters_warmup=3, num_iters=arguments.repeat, rates=rates
         )
-        use = profile_steps(llm, draw(), num_steps=100) if device.type == "cuda" else None
+        use = None
+        if device.type == "cuda":
+            use = profile_steps(llm, draw(), num_steps=100).device_use
         return {
             **summarise_latency(runs),
             "steady_decode": None if use is None else use.as_dict(),

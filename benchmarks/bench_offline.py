@@ -96,7 +96,7 @@ def measure(model: str, options: dict[str, Any], arguments: argparse.Namespace) 
         }
         if device.type == "cuda" or arguments.profile is not None:
             llm.reset_prefix_cache()
-            use = profile_steps(llm, workload, path=arguments.profile)
+            use = profile_steps(llm, workload, path=arguments.profile).device_use
             result["steady_decode"] = None if use is None else use.as_dict()
     return {**result, "environment": describe_environment(device)}
 

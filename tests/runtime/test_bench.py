@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import random
+import re
+import shutil
+import subprocess
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,9 +17,10 @@ import torch
 
 from nv_core import ConfigError
 from nv_models import open_checkpoint
+from nv_runtime.bench import environment
 from nv_runtime.bench.latency import LatencyRun, summarise_latency
 from nv_runtime.bench.profiling import device_use
-from nv_runtime.bench.roofline import DeviceRates, decode_floor_s, workload_floor
+from nv_runtime.bench.roofline import DeviceRates, decode_floor_s, floor_of, workload_floor
 from nv_runtime.bench.shapes import SHAPES, materialised
 from nv_runtime.bench.startup import StartupError, run_startup
 from nv_runtime.bench.steps import StepRecord, record_steps, summarise_steps
@@ -26,7 +30,7 @@ from nv_runtime.llm import LLM
 
 pytestmark = pytest.mark.slow
 
-BF16 = {"dtype": torch.bfloat16, "kv_cache_dtype": torch.bfloat16}
+BF16: dict[str, Any] = {"dtype": torch.bfloat16, "kv_cache_dtype": torch.bfloat16}
 H200 = DeviceRates(bytes_per_s=4.25e12, flops_per_s=790e12)
 
 
@@ -69,6 +73,116 @@ def test_the_floor_of_a_decode_step() -> None:
     many_s, _ = decode_floor_s(config, **BF16, rates=H200, num_seqs=1000, num_context_tokens=0)
     # 2 * 1000 * 7.568e9 operations, more than the time of reading the weights
     assert many_s == pytest.approx(2 * 1000 * 7.568e9 / 790e12, rel=0.001)
+
+
+def test_the_floor_counts_what_all_prompts_begin_with_once() -> None:
+    """Two requests, (10, 2) and (14, 3) tokens, that share 8, against one sum after the other."""
+    with materialised("qwen3-0.6b") as (path, _):
+        config = open_checkpoint(path).config
+    floor = workload_floor(config, [(10, 2), (14, 3)], **BF16, rates=H200, num_shared_tokens=8)
+    layer = 1024 * 2 * (16 + 8) * 128 + 3 * 1024 * 3072
+    head = 151936 * 1024
+    # Each token computed looks at itself and at all before it.
+    pairs = sum(range(1, 9)) + sum(range(9, 11)) + sum(range(9, 15))
+    flops = 2 * 28 * layer * (8 + 2 + 6) + 2 * head * 2 + 4 * 28 * 16 * 128 * pairs
+    assert floor.prefill_s == pytest.approx(flops / H200.flops_per_s)
+    # The first decode step reads 8 shared tokens, 2 + 1 and 6 + 1; the second 14 + 2 of the longer.
+    token_bytes = 2 * 28 * 8 * 128 * 2
+    assert floor.kv_s == pytest.approx((18 + 16) * token_bytes / H200.bytes_per_s)
+
+
+def test_ranks_have_the_rates_of_all_their_devices() -> None:
+    workload = random_workload(
+        3, input_len=4, output_len=5, vocab_size=9, prefix_len=8, generator=random.Random(0)
+    )
+    with materialised("qwen3-tiny") as (path, options), LLM(path, **options) as llm:
+        alone = floor_of(llm, workload, rates=H200)
+        object.__setattr__(llm.config, "tensor_parallel_size", 2)
+        assert floor_of(llm, workload, rates=H200).total_s == pytest.approx(alone.total_s / 2)
+        config, lengths = llm.model_config, workload.lengths
+        dtypes: dict[str, Any] = dict.fromkeys(BF16, torch.float32)
+        apart = workload_floor(config, lengths, **dtypes, rates=H200)
+        assert alone.total_s < apart.total_s
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("throughput --output-json no/such/folder/x.json", "cannot be written; is its folder"),
+        ("latency --output-json no/such/folder/x.json", "cannot be written; is its folder"),
+        ("startup --output-json no/such/folder/x.json", "cannot be written; is its folder"),
+        ("latency --profile no/such/folder/x.json", "cannot be written; is its folder"),
+        ("throughput --num-prompts 0", "'--num-prompts'"),
+        ("throughput --num-iters 0", "'--num-iters'"),
+        ("throughput --num-iters-warmup -1", "'--num-iters-warmup'"),
+        ("throughput --input-len 0", "'--input-len'"),
+        ("throughput --random-output-len 0", "'--output-len'"),
+        ("throughput --random-range-ratio 1", "'--random-range-ratio'"),
+        ("throughput --prefix-len -1", "'--prefix-len'"),
+        ("throughput --profile-steps 0", "'--profile-steps'"),
+        ("throughput --temperature -1", "'--temperature'"),
+        ("latency --batch-size 0", "'--batch-size'"),
+        ("latency --num-iters 0", "'--num-iters'"),
+        ("latency --output-len 0", "'--output-len'"),
+        ("startup --input-len 0", "'--input-len'"),
+        ("startup --num-iters-warm -1", "'--num-iters-warm'"),
+    ],
+)
+def test_what_cannot_be_measured_or_written_is_refused_before_anything_is_loaded(
+    capsys: pytest.CaptureFixture[str], command: str, message: str
+) -> None:
+    assert main(["bench", *command.split(), "--model", "no/such/model"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_trace_of_a_workload_that_ends_early(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(output_len: int) -> dict[str, Any]:
+        result = tmp_path / "result.json"
+        status = main(
+            "bench latency --model qwen3-tiny --device cpu --input-len 8 --batch-size 2"
+            f" --output-len {output_len} --num-iters-warmup 0 --num-iters 1 --no-roofline"
+            f" --profile {tmp_path / 'trace.json'} --output-json {result}".split()
+        )
+        assert status == 0
+        report: dict[str, Any] = json.loads(result.read_text())
+        return report
+
+    # Eleven steps are the prompts' and the ten decode steps that show that steps are steady.
+    assert run(output_len=11)["num_profiled_steps"] == 0
+    assert "No trace: the answers end before" in capsys.readouterr().out
+    assert not (tmp_path / "trace.json").exists()
+    assert run(output_len=15)["num_profiled_steps"] == 4
+    assert "Trace of 4 steps: " in capsys.readouterr().out
+    names = [
+        e.get("name") for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    ]
+    assert names.count("step") == 4
+
+
+def test_the_commit_is_that_of_a_checkout_which_the_file_is_part_of(tmp_path: Path) -> None:
+    """Not that of a project whose environment it is installed in."""
+    git = shutil.which("git")
+    if git is None:
+        pytest.skip("needs git")
+
+    def run(*command: str) -> None:
+        identity = ("-c", "user.name=x", "-c", "user.email=x@example.org")
+        subprocess.run([git, "-C", tmp_path, *identity, *command], check=True, capture_output=True)
+
+    installed = tmp_path / "env" / "environment.py"
+    installed.parent.mkdir()
+    installed.touch()
+    assert environment._commit(installed) == "unknown"
+    run("init")
+    run("commit", "--allow-empty", "-m", "first")
+    assert environment._commit(installed) == "unknown"
+    run("add", "env")
+    run("commit", "-m", "second")
+    assert re.fullmatch("[0-9a-f]{7,}", environment._commit(installed))
+    installed.write_text("changed")
+    assert environment._commit(installed).endswith("+")
 
 
 def test_random_workloads() -> None:

@@ -25,7 +25,7 @@ def describe_environment(device: torch.device) -> dict[str, object]:
     return {
         "device": _device_name(device),
         "cpu": _cpu_name(),
-        "num_cpus": len(os.sched_getaffinity(0)),
+        "num_cpus": _num_cpus(),
         "num_torch_threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "nv-runtime": _version("nv-runtime"),
@@ -56,11 +56,32 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _commit() -> str:
-    """The commit of the checkout that this file lies in, with a + if something is changed."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+"]
+def _num_cpus() -> int | None:
+    """Processors that this process may use, where the system tells, or else all."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
+
+
+def _commit(file: Path = Path(__file__)) -> str:
+    """The commit of the checkout that a file is part of, with a + if something is changed.
+
+    A file that is installed into somebody else's checkout, as in an environment there, is no part
+    of it.
+    """
+    git = ["git", "-C", str(file.parent)]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, check=False)
+        tracked = subprocess.run(
+            [*git, "ls-files", "--error-unmatch", file.name], capture_output=True, check=False
+        )
+        if tracked.returncode:
+            return "unknown"
+        found = subprocess.run(
+            [*git, "describe", "--always", "--dirty=+"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
     except OSError:
         return "unknown"
     return found.stdout.strip() or "unknown"

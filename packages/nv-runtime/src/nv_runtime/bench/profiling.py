@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from nv_runtime.bench.workload import Workload
     from nv_runtime.engine import Engine
     from nv_runtime.llm import LLM
+    from nv_runtime.request import Request
 
-__all__ = ["DeviceUse", "device_use", "profile_steps"]
+__all__ = ["DeviceUse", "Profile", "device_use", "profile_steps"]
 
 _LONG_GAP_US = 5.0
 """Idle gaps above this are the host's fault; kernels of one graph follow each other faster."""
@@ -64,6 +65,19 @@ class DeviceUse:
         return {**asdict(self), **shares}
 
 
+@dataclass(frozen=True)
+class Profile:
+    """What was seen of some steps.
+
+    Args:
+        num_steps: How many they were: fewer than asked for where the workload ended before.
+        device_use: How busy the device was; None on a CPU, and without a step.
+    """
+
+    num_steps: int
+    device_use: DeviceUse | None
+
+
 def device_use(intervals_us: Iterable[tuple[float, float]]) -> DeviceUse:
     """Sums up intervals of work, which may overlap.
 
@@ -97,41 +111,40 @@ def profile_steps(
     num_steps: int = 100,
     path: Path | None = None,
     steady: bool = True,
-) -> DeviceUse | None:
+) -> Profile:
     """Runs a workload under a profiler for some of its steps, and aborts the rest.
 
     Args:
         llm: The model, idle.
         workload: What to run.
-        num_steps: How many steps to profile.
-        path: Where to write the trace; None for nowhere.
+        num_steps: How many steps to profile, if there are as many.
+        path: Where to write the trace, if there is a step in it; None for nowhere.
         steady: Whether to begin only when every request is decoding (or as many as fit at once).
-
-    Returns:
-        How busy the device was; None on a CPU.
     """
     engine = llm.llm_engine
     on_cuda = llm.config.resolve_device().type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
-    requests = [
-        engine.add_request(tokenize_prompt(prompt, None), params)
-        for prompt, params in zip(workload.prompts, workload.sampling_params, strict=True)
-    ]
+    requests: list[Request] = []
+    num_profiled = 0
     try:
+        for prompt, params in zip(workload.prompts, workload.sampling_params, strict=True):
+            requests.append(engine.add_request(tokenize_prompt(prompt, None), params))
         if steady:
             _run_until_decoding(engine)
         with _spans(engine), profile(activities=activities, acc_events=True) as profiler:
-            for _ in range(num_steps):
+            while num_profiled < num_steps and engine.has_work:
                 with record_function("step"):
                     engine.step()
+                num_profiled += 1
     finally:
         for request in requests:
             if not request.is_finished:
                 engine.abort_request(request.request_id)
         engine.step()  # collects what is still in flight
-    if path is not None:
+    if path is not None and num_profiled:
         profiler.export_chrome_trace(str(path))
-    return device_use(_device_intervals(profiler)) if on_cuda else None
+    use = device_use(_device_intervals(profiler)) if on_cuda and num_profiled else None
+    return Profile(num_profiled, use)
 
 
 def _run_until_decoding(engine: Engine) -> None:

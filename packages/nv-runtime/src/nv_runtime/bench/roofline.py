@@ -2,7 +2,9 @@
 
 The floor lets every request run from the first step to its last token, with nothing between the
 steps, no launch cost, each weight and each cached key and value read once per step at the memory's
-rate, and each product at the rate of a large one:
+rate, and each product at the rate of a large one. What all prompts begin with is computed once, and
+read once per step. Ranks have the rates of all their devices together, and nothing to tell each
+other:
 
     T = prefill + sum over decode steps of  max(W / BW, 2 * B * P / F) + k * sum(c_i) / BW
     prefill = (2 * P_body * prompt tokens + 2 * P_head * requests + attention) / F
@@ -142,19 +144,24 @@ def workload_floor(
     dtype: torch.dtype,
     kv_cache_dtype: torch.dtype,
     rates: DeviceRates,
+    num_shared_tokens: int = 0,
 ) -> Floor:
     """Floor of a workload whose requests all start at once.
 
     Args:
         config: The model.
-        lengths: (prompt tokens, output tokens) of each request; no prefix is shared.
+        lengths: (prompt tokens, output tokens) of each request.
         dtype: Of weights.
         kv_cache_dtype: Of keys and values in the cache.
-        rates: What the device does.
+        rates: What the devices do.
+        num_shared_tokens: Tokens that all prompts begin with.
     """
     costs = _costs_of(config, kv_cache_dtype)
+    num_spared = max(len(lengths) - 1, 0)
     num_prompt_tokens = sum(num_prompt for num_prompt, _ in lengths)
+    num_prompt_tokens -= num_spared * num_shared_tokens
     pairs = sum(num_prompt * (num_prompt + 1) // 2 for num_prompt, _ in lengths)
+    pairs -= num_spared * num_shared_tokens * (num_shared_tokens + 1) // 2
     flops = 2 * (costs.body_params * num_prompt_tokens + costs.head_params * len(lengths))
     prefill_s = (flops + costs.attention_flops * pairs) / rates.flops_per_s
 
@@ -168,7 +175,7 @@ def workload_floor(
             kv_cache_dtype=kv_cache_dtype,
             rates=rates,
             num_seqs=len(contexts),
-            num_context_tokens=sum(contexts),
+            num_context_tokens=sum(contexts) - (len(contexts) - 1) * num_shared_tokens,
         )
         weights_s += step_weights_s
         kv_s += step_kv_s
@@ -176,14 +183,22 @@ def workload_floor(
 
 
 def floor_of(llm: LLM, workload: Workload, *, rates: DeviceRates) -> Floor:
-    """Floor of a workload on a loaded model, in the dtypes that it runs in."""
+    """Floor of a workload on a loaded model, in the dtypes that it runs in.
+
+    Args:
+        llm: The model.
+        workload: The workload.
+        rates: What one device does.
+    """
     dtype = llm.config.resolve_dtype(llm.model_config.dtype, llm.config.resolve_device())
+    size = llm.config.tensor_parallel_size
     return workload_floor(
         llm.model_config,
         workload.lengths,
         dtype=dtype,
         kv_cache_dtype=llm.config.resolve_kv_cache_dtype(dtype),
-        rates=rates,
+        rates=DeviceRates(size * rates.bytes_per_s, size * rates.flops_per_s),
+        num_shared_tokens=workload.num_shared_tokens,
     )
 
 

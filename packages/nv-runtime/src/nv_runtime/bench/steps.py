@@ -119,7 +119,7 @@ def proxied(engine: Engine, part: str, calls: dict[str, Callable[..., object]]) 
     """Sends some calls of one part of an engine through functions.
 
     Args:
-        engine: The engine; nothing may be in flight when the context opens or closes.
+        engine: The engine; steps may be in flight if the functions do not mind.
         part: The attribute, "runner" or "scheduler".
         calls: Method name -> function of the real method and its arguments.
     """

@@ -17,10 +17,12 @@ class Workload:
     Args:
         prompts: Token ids of each prompt.
         sampling_params: Parameters of each request; answers have exactly `max_tokens` tokens.
+        num_shared_tokens: Tokens that all prompts begin with.
     """
 
     prompts: list[list[int]]
     sampling_params: list[SamplingParams]
+    num_shared_tokens: int = 0
 
     @property
     def lengths(self) -> list[tuple[int, int]]:
@@ -92,4 +94,4 @@ def random_workload(
         SamplingParams(temperature=temperature, ignore_eos=True, max_tokens=draw_length(output_len))
         for _ in range(num_prompts)
     ]
-    return Workload(prompts, params)
+    return Workload(prompts, params, prefix_len)

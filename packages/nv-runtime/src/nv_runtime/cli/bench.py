@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,6 +25,16 @@ __all__ = ["bench"]
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 _DEFAULT_TRACE = "nv-trace.json"
+
+_COUNT = click.IntRange(min=1)
+_COUNT_OR_NONE = click.IntRange(min=0)
+
+
+def _check_writable(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
+    """Refuses a file that cannot be written before minutes are spent on what goes into it."""
+    if value is not None and not os.access(value if value.exists() else value.parent, os.W_OK):
+        raise click.BadParameter(f"{value} cannot be written; is its folder there?")
+    return value
 
 
 @click.group(short_help="Measure throughput, latency or start-up time.")
@@ -47,6 +58,7 @@ def _bench_options(command: _Command) -> _Command:
     command = click.option(
         "--output-json",
         type=click.Path(dir_okay=False, path_type=Path),
+        callback=_check_writable,
         help="File for the results, with machine, versions and commit.",
     )(command)
     return click.option("--model", required=True, help="A model, or a shape's name.")(command)
@@ -59,10 +71,11 @@ def _device_options(command: _Command) -> _Command:
         is_flag=False,
         flag_value=_DEFAULT_TRACE,
         type=click.Path(dir_okay=False, path_type=Path),
+        callback=_check_writable,
         help=f"Afterwards, write a Perfetto trace of some steps (to {_DEFAULT_TRACE}, or a PATH).",
     )(command)
     command = click.option(
-        "--profile-steps", default=100, show_default=True, help="Steps to trace."
+        "--profile-steps", type=_COUNT, default=100, show_default=True, help="Steps to trace."
     )(command)
     command = click.option(
         "--roofline/--no-roofline",
@@ -73,9 +86,13 @@ def _device_options(command: _Command) -> _Command:
 
 
 def _sampling_flag(command: _Command) -> _Command:
-    return click.option("--temperature", default=1.0, show_default=True, help="Of all requests.")(
-        command
-    )
+    return click.option(
+        "--temperature",
+        type=click.FloatRange(min=0),
+        default=1.0,
+        show_default=True,
+        help="Of all requests.",
+    )(command)
 
 
 @bench.command(short_help="Tokens per second of many requests at once.")
@@ -86,28 +103,46 @@ def _sampling_flag(command: _Command) -> _Command:
     default="random",
     help="Where prompts come from.",
 )
-@click.option("--num-prompts", default=1000, show_default=True, help="Requests.")
+@click.option("--num-prompts", type=_COUNT, default=1000, show_default=True, help="Requests.")
 @click.option(
-    "--input-len", "--random-input-len", default=1024, show_default=True, help="Mean prompt tokens."
+    "--input-len",
+    "--random-input-len",
+    type=_COUNT,
+    default=1024,
+    show_default=True,
+    help="Mean prompt tokens.",
 )
 @click.option(
     "--output-len",
     "--random-output-len",
+    type=_COUNT,
     default=128,
     show_default=True,
     help="Mean output tokens.",
 )
 @click.option(
     "--random-range-ratio",
+    type=click.FloatRange(min=0, max=1, max_open=True),
     default=0.0,
     show_default=True,
     help="Lengths vary by this share of the mean, both ways.",
 )
 @click.option(
-    "--prefix-len", "--random-prefix-len", default=0, show_default=True, help="Common prefix."
+    "--prefix-len",
+    "--random-prefix-len",
+    type=_COUNT_OR_NONE,
+    default=0,
+    show_default=True,
+    help="Common prefix.",
 )
-@click.option("--num-iters-warmup", default=1, show_default=True, help="Runs not counted.")
-@click.option("--num-iters", default=1, show_default=True, help="Runs that count.")
+@click.option(
+    "--num-iters-warmup",
+    type=_COUNT_OR_NONE,
+    default=1,
+    show_default=True,
+    help="Runs not counted.",
+)
+@click.option("--num-iters", type=_COUNT, default=1, show_default=True, help="Runs that count.")
 @_device_options
 @engine_options
 @common_options
@@ -179,11 +214,19 @@ def throughput(
 
 @bench.command(short_help="Latency of one batch at a time.")
 @_bench_options
-@click.option("--input-len", default=32, show_default=True, help="Prompt tokens.")
-@click.option("--output-len", default=128, show_default=True, help="Output tokens.")
-@click.option("--batch-size", default=8, show_default=True, help="Requests in a batch.")
-@click.option("--num-iters-warmup", default=10, show_default=True, help="Batches not counted.")
-@click.option("--num-iters", default=30, show_default=True, help="Batches that count.")
+@click.option("--input-len", type=_COUNT, default=32, show_default=True, help="Prompt tokens.")
+@click.option("--output-len", type=_COUNT, default=128, show_default=True, help="Output tokens.")
+@click.option(
+    "--batch-size", type=_COUNT, default=8, show_default=True, help="Requests in a batch."
+)
+@click.option(
+    "--num-iters-warmup",
+    type=_COUNT_OR_NONE,
+    default=10,
+    show_default=True,
+    help="Batches not counted.",
+)
+@click.option("--num-iters", type=_COUNT, default=30, show_default=True, help="Batches that count.")
 @_device_options
 @engine_options
 @common_options
@@ -248,12 +291,28 @@ def latency(
 
 @bench.command(short_help="Time from the start of a process to its first token.")
 @_bench_options
-@click.option("--input-len", default=128, show_default=True, help="Prompt tokens.")
+@click.option("--input-len", type=_COUNT, default=128, show_default=True, help="Prompt tokens.")
 @click.option(
-    "--num-iters-cold", default=1, show_default=True, help="Starts with no compiled kernels."
+    "--num-iters-cold",
+    type=_COUNT_OR_NONE,
+    default=1,
+    show_default=True,
+    help="Starts with no compiled kernels.",
 )
-@click.option("--num-iters-warmup", default=1, show_default=True, help="Starts not counted.")
-@click.option("--num-iters-warm", default=3, show_default=True, help="Starts after these.")
+@click.option(
+    "--num-iters-warmup",
+    type=_COUNT_OR_NONE,
+    default=1,
+    show_default=True,
+    help="Starts not counted.",
+)
+@click.option(
+    "--num-iters-warm",
+    type=_COUNT_OR_NONE,
+    default=3,
+    show_default=True,
+    help="Starts after these.",
+)
 @engine_options
 @common_options
 @click.pass_obj
@@ -335,9 +394,15 @@ def _measure(
             rates = measure_rates(device, dtype) if roofline else None
             result = measure(llm, lambda: draw(llm, generator), rates)
             if profile is not None:
-                use = run_profile(llm, draw(llm, generator), num_steps=profile_steps, path=profile)
+                seen = run_profile(llm, draw(llm, generator), num_steps=profile_steps, path=profile)
+                use = seen.device_use
                 result["device_use"] = None if use is None else use.as_dict()
-                click.echo(f"Trace of {profile_steps} steps: {profile} (open in ui.perfetto.dev)")
+                result["num_profiled_steps"] = seen.num_steps
+                click.echo(
+                    f"Trace of {seen.num_steps} steps: {profile} (open in ui.perfetto.dev)"
+                    if seen.num_steps
+                    else "No trace: the answers end before steps are steady; raise --output-len"
+                )
     return {
         **result,
         "model": model,
