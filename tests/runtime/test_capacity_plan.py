@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 import tiny_checkpoints
-from nv_models import ModelConfig, open_checkpoint
+from nv_models import ModelConfig, heads_per_rank, open_checkpoint
 from nv_runtime.bench.shapes import SHAPES, materialised
 from nv_runtime.cli.plan import count_parameters
 from nv_runtime.kv_cache import KVCacheSpec
@@ -53,6 +54,16 @@ def check(path: Path) -> None:
         memory = step_memory(config, tensor_parallel_size=2)
         graph_bytes = memory.graph_bytes + memory.workspace_bytes
         assert shared.graph_bytes == pytest.approx(2 * graph_bytes, rel=0.005)
+    for size in (2, 4):
+        if config.num_heads % size or config.intermediate_size % size:
+            continue
+        shared = sim.plan_capacity(shape, sim.find_hardware("h200"), tensor_parallel_size=size)
+        # More ranks than key/value heads keep copies of them.
+        _, heads = heads_per_rank(config, size)
+        assert (
+            shared.kv_bytes_per_token
+            == size * dataclasses.replace(spec, num_kv_heads=heads).token_bytes
+        )
     # Norms and biases are left out of a shape.
     num_small = count_parameters(config) - shape.num_parameters
     assert 0 <= num_small < (1e-3 if config.hidden_size > 500 else 0.1) * count_parameters(config)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from nv_core import ConfigError, Mixed, SchedulerConfig, Step
+from nv_core import ConfigError, Mixed, SamplingParams, Scheduler, SchedulerConfig, Step
 from nv_core.sim import (
     ConstantLatency,
     RooflineLatency,
@@ -30,7 +30,13 @@ from nv_core.sim import (
 )
 from nv_core.sim.perfetto import trace_events
 from nv_core.sim.report import report_data
-from nv_core.step_log import StepLog, StepLogError, StepLogWriter, read_step_log
+from nv_core.step_log import (
+    RequestRecord,
+    StepLog,
+    StepLogError,
+    StepLogWriter,
+    read_step_log,
+)
 
 GOLDEN = Path(__file__).parents[2] / "data" / "nano_vllm_schedules.json.gz"
 CASES: list[dict[str, Any]] = json.loads(gzip.decompress(GOLDEN.read_bytes()))
@@ -224,6 +230,23 @@ def test_a_log_survives_its_file(tmp_path: Path, name: str) -> None:
     )
     log.save(tmp_path / name)
     assert read_step_log(tmp_path / name) == log
+
+
+def test_whatever_a_caller_may_ask_for_survives_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    scheduler = Scheduler(small_config())
+    log = simulate(Workload("none", ()), small_config(), ConstantLatency(1.0))
+    for priority, max_tokens, deadline in (
+        (-(10**30), 10**30, -1e300),
+        (10**30, 1, float("inf")),
+        (0, None, None),
+    ):
+        seq = scheduler.add(
+            [1], SamplingParams(max_tokens=max_tokens), priority=priority, deadline=deadline
+        )
+        log.add_request(RequestRecord.of(seq, 0.0))
+    log.save(path)
+    assert read_step_log(path) == log
 
 
 def test_a_log_can_be_written_while_it_comes_about(tmp_path: Path) -> None:

@@ -560,6 +560,9 @@ _FIELDS: dict[type, dict[str, tuple[type, ...]]] = {
 _MOST = 2**53
 """No count, and no time in seconds, is greater; a float tells integers apart up to here."""
 
+_ANY_NUMBER = ("priority", "max_tokens", "deadline_s")
+"""Fields that hold whatever the caller has asked for."""
+
 
 def _check_fields(record: LogHeader | RequestRecord | StepRecord) -> None:
     """Checks the type of each field, and that numbers are not negative or out of all reason."""
@@ -568,8 +571,7 @@ def _check_fields(record: LogHeader | RequestRecord | StepRecord) -> None:
         # A bool is an int to Python, and none to us.
         if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
             raise TypeError(f"{name} is {value!r}")
-        least = -_MOST if name == "priority" else 0
-        if isinstance(value, (int, float)) and not least <= value <= _MOST:
+        if name not in _ANY_NUMBER and isinstance(value, (int, float)) and not 0 <= value <= _MOST:
             raise ValueError(f"{name} is {value!r}")
 
 

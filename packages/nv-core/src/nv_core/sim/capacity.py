@@ -32,7 +32,7 @@ class Capacity:
         weight_bytes: Bytes of all weights.
         activation_bytes: Bytes of what a step allocates, on all GPUs.
         graph_bytes: Bytes of CUDA graphs and workspace, on all GPUs.
-        kv_bytes_per_token: Bytes of keys and values of a token.
+        kv_bytes_per_token: Bytes of keys and values of a token, on all GPUs.
         num_blocks: KV blocks that fit; 0 if the weights alone do not.
         block_size: Tokens per block.
         max_model_len: Most tokens of a sequence.
@@ -110,15 +110,16 @@ def plan_capacity(
     num_graphs = NUM_DECODE_GRAPHS + _num_mixed_graphs(most_graphed)
     graphs = ranks * (pools + num_graphs * GRAPH_BYTES + WORKSPACE_BYTES)
     left = memory - model.weight_bytes - activations - graphs
+    kv_bytes_per_token = model.kv_bytes_per_token_on(ranks)
     if num_blocks is None:
-        num_blocks = max(0, left) // (model.kv_bytes_per_token * block_size)
+        num_blocks = max(0, left) // (kv_bytes_per_token * block_size)
         num_blocks = min(num_blocks, max_num_seqs * -(-max_model_len // block_size))
     return Capacity(
         memory_bytes=memory,
         weight_bytes=model.weight_bytes,
         activation_bytes=activations,
         graph_bytes=graphs,
-        kv_bytes_per_token=model.kv_bytes_per_token,
+        kv_bytes_per_token=kv_bytes_per_token,
         num_blocks=num_blocks,
         block_size=block_size,
         max_model_len=max_model_len,

@@ -150,7 +150,8 @@ class RooflineLatency:
         self._sample_s = 2 * model.num_head_parameters / (flops * hardware.flops_share)
         read_bytes = (model.num_matmul_parameters + model.num_head_parameters) * model.dtype_bytes
         self._read_s = read_bytes / (bandwidth * hardware.bytes_share)
-        self._context_s = model.kv_bytes_per_token / (bandwidth * hardware.kv_share)
+        context_bytes = model.kv_bytes_per_token_on(ranks)
+        self._context_s = context_bytes / (bandwidth * hardware.kv_share)
         attention_flops = 4 * model.num_layers * model.num_heads * model.head_dim
         self._pair_s = attention_flops / (flops * hardware.attention_share)
         self._fixed_s = model.num_layers * hardware.layer_overhead_s + hardware.step_overhead_s

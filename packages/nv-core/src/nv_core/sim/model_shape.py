@@ -152,7 +152,12 @@ class ModelShape:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of keys and values that one token takes in all layers."""
-        elements = 2 * self.num_layers * self.num_kv_heads * self.head_dim
+        return self.kv_bytes_per_token_on(1)
+
+    def kv_bytes_per_token_on(self, tensor_parallel_size: int) -> int:
+        """The same on several GPUs together, each of which keeps one key/value head at least."""
+        num_heads = max(self.num_kv_heads, tensor_parallel_size)
+        elements = 2 * self.num_layers * num_heads * self.head_dim
         return elements * (self.kv_dtype_bytes or self.dtype_bytes)
 
 
