@@ -117,7 +117,7 @@ class Run:
         self.out = self.err = ""
 
     def __call__(
-        self, *argv: str, llm: ScriptedLLM | None = None, stdin: str | io.StringIO = ""
+        self, *argv: str, llm: ScriptedLLM | None = None, stdin: str | io.TextIOBase = ""
     ) -> int:
         stream = io.StringIO(stdin) if isinstance(stdin, str) else stdin
         self._monkeypatch.setattr(sys, "stdin", stream)
@@ -387,6 +387,27 @@ def test_a_programming_error_is_not_hidden(nv: Run) -> None:
 )
 def test_sizes(text: str, expected: int) -> None:
     assert parse_bytes(text) == expected
+
+
+def test_sizes_that_no_machine_has_are_refused(nv: Run) -> None:
+    for size in ("9" * 400, "8388608T", f"{2**63}"):
+        assert nv("info", "m", "--memory", size) == 2
+        assert "is more than any machine has" in nv.err
+    assert parse_bytes(f"{2**63 - 1}") == 2**63 - 1
+
+
+def bytes_input(content: bytes) -> io.TextIOWrapper:
+    return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8")
+
+
+def test_what_is_no_text_is_named(nv: Run, tmp_path: Path) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_bytes(b"\xff\xfe{{")
+    for command in ("generate", "chat"):
+        assert nv(command, "m", stdin=bytes_input(b"one\xff\n")) == 1
+        assert nv.err.startswith("nv: standard input is no UTF-8 text ('utf-8' codec")
+        assert nv(command, "m", "--chat-template", str(file), stdin="p") == 1
+        assert nv.err.startswith(f"nv: {file} is no UTF-8 text ('utf-8' codec")
 
 
 # ---- Ctrl-C

@@ -18,6 +18,7 @@ from nv_runtime.cli.options import (
     engine_options,
     given,
     sampling_options,
+    text_expected,
 )
 
 if TYPE_CHECKING:
@@ -150,11 +151,13 @@ def _read_message(*, is_terminal: bool) -> str:
 
     Raises:
         EOFError: The input has ended.
+        RequestError: It is no text.
     """
     lines: list[str] = []
     while True:
         # Prompts would stand between the answers where the output is a file.
-        line = input(("... " if lines else "> ") if is_terminal else "")
+        with text_expected("standard input"):
+            line = input(("... " if lines else "> ") if is_terminal else "")
         if not line.endswith("\\"):
             return "\n".join([*lines, line])
         lines.append(line[:-1])

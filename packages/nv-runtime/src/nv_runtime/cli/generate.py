@@ -16,6 +16,7 @@ from nv_runtime.cli.options import (
     engine_options,
     given,
     sampling_options,
+    text_expected,
 )
 
 if TYPE_CHECKING:
@@ -96,4 +97,5 @@ def _read_prompt(prompt: str | None) -> str:
             "Missing PROMPT: write it behind MODEL, or pipe it in: echo Hello | nv generate MODEL"
         )
     # `echo` ends its line; the model should not read that as the end of a paragraph.
-    return sys.stdin.read().removesuffix("\n")
+    with text_expected("standard input"):
+        return sys.stdin.read().removesuffix("\n")

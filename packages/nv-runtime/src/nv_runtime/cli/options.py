@@ -9,13 +9,16 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
+from nv_core.errors import RequestError
 from nv_core.policies import SHIPPED_POLICIES
 
 __all__ = [
@@ -31,6 +34,7 @@ __all__ = [
     "parse_length",
     "parsed_by",
     "sampling_options",
+    "text_expected",
 ]
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -38,12 +42,27 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 _Parser = Callable[[str], object]
 
+_MOST_BYTES = 2**63
+
+
+@contextmanager
+def text_expected(source: str) -> Iterator[None]:
+    """Says which of a user's files is no text, where the decoder would only say so.
+
+    Raises:
+        RequestError: It is none.
+    """
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{source} is no UTF-8 text ({error}); convert it first") from error
+
 
 def parse_bytes(text: str) -> int:
     """Reads a number of bytes, plain or with a unit: 1073741824, 24GiB, 24G, 80GB.
 
     Raises:
-        click.BadParameter: It is no size.
+        click.BadParameter: It is no size, or one that no machine has.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)(B?)", text.strip(), re.IGNORECASE)
     if match is None:
@@ -54,7 +73,10 @@ def parse_bytes(text: str) -> int:
     number, unit, binary, byte = match.groups()
     # A bare 24G means 24 GiB, as it does to most tools that speak of memory.
     base = 1000 if byte and not binary else 1024
-    return int(float(number) * base ** " KMGT".index(unit.upper() or " "))
+    size = int(Fraction(number) * base ** " KMGT".index(unit.upper() or " "))
+    if size >= _MOST_BYTES:
+        raise click.BadParameter(f"{text[:40]!r} is more than any machine has.")
+    return size
 
 
 def parse_length(text: str) -> int | str:
@@ -223,7 +245,8 @@ def given(values: Mapping[str, Any], flags: Iterable[Flag]) -> dict[str, Any]:
 
 
 def _read_text(file: str) -> str:
-    return Path(file).read_text(encoding="utf-8")
+    with text_expected(file):
+        return Path(file).read_text(encoding="utf-8")
 
 
 def chat_options(command: _Command) -> _Command:
