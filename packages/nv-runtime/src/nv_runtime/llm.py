@@ -262,7 +262,7 @@ class LLM:
 
         Returns:
             How many were captured: 0 if all are there, and where there are none (on a CPU, with
-            `enforce_eager`, and with the attention backend "torch").
+            `enforce_eager`, with the attention backend "torch", and with ranks over gloo).
 
         Raises:
             ConcurrentUseError: Another thread is using this `LLM`.
