@@ -310,8 +310,3 @@ def test_a_rank_that_is_lost_while_it_captures_ends_the_start(
     changes = settings(tensor_parallel_size=2, graph_capture="start", rank_timeout_s=30)
     with pytest.raises(RankError, match=r"rank 1 \(process \d+\) was killed by SIGKILL"):
         LLM(str(checkpoint), **changes)
-
-
-def test_ranks_of_a_launcher_have_no_common_idle_time() -> None:
-    assert EngineConfig(model="m").captures_when_idle
-    assert not EngineConfig(model="m", distributed_executor="external").captures_when_idle

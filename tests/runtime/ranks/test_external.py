@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from external_ranks_program import STEP_LOG, run_external
 from forked_ranks import In, do_nothing, fail
 from nv_core import ConfigError, SamplingParams
 from nv_core.step_log import read_step_log
-from nv_runtime import LLM
+from nv_runtime import LLM, AsyncLLM, EngineConfig
 from nv_runtime.ranks.process_group import host_store
 
 pytestmark = pytest.mark.slow
@@ -82,6 +83,25 @@ def test_the_failure_of_one_rank_is_known_to_the_other(
     assert "another rank failed first.\nrank 1:\nTraceback" in results[0]["error"]
     assert "a fault of this rank alone" in results[0]["error"]
     assert "a fault of this rank alone" in results[1]["error"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("distributed_executor", "external"),
+        ("distributed_executor_backend", "external_launcher"),
+    ],
+)
+def test_requests_that_come_at_any_time_are_not_for_ranks_of_a_launcher(
+    name: str, value: str
+) -> None:
+    """Each rank would see them come in a step of its own, and plan something else."""
+    options: dict[str, Any] = {"tensor_parallel_size": 2, name: value}
+    message = "distributed_executor='external' is for LLM: .* use distributed_executor='mp'"
+    with pytest.raises(ConfigError, match=message):
+        AsyncLLM("no/such/model", **options)
+    with pytest.raises(ConfigError, match=message):
+        AsyncLLM.from_engine_args(EngineConfig(model="no/such/model", **options))
 
 
 def environment(patch: pytest.MonkeyPatch, **values: str) -> None:

@@ -17,7 +17,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from nv_core import SamplingParams
+from nv_core import ConfigError, SamplingParams
 from nv_runtime.builder import EngineParts, build_engine
 from nv_runtime.capture_ahead import capture_graphs
 from nv_runtime.conversation import Message, render_conversation
@@ -72,10 +72,16 @@ class AsyncLLM:
         return llm
 
     def _start(self, config: EngineConfig) -> None:
+        if config.tensor_parallel_size > 1 and config.distributed_executor == "external":
+            raise ConfigError(
+                "distributed_executor='external' is for LLM: AsyncLLM takes requests as they come, "
+                "and ranks that run the same program do not see them come in the same steps; use "
+                "distributed_executor='mp', or LLM"
+            )
         self.config = config
         self._parts: EngineParts = build_engine(config)
         self._thread = EngineThread(
-            self._parts.engine, captures_when_idle=config.captures_when_idle
+            self._parts.engine, captures_when_idle=config.graph_capture == "idle"
         )
 
     async def generate(

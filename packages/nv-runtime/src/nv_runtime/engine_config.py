@@ -87,7 +87,7 @@ class EngineConfig:
         tensor_parallel_size: Number of ranks, from 1 to 8, that share the model.
         distributed_executor: Who starts the ranks: "mp", this process, on this host, each on a
             device of its own from `device` on; or "external", a launcher such as torchrun, under
-            which every rank runs the same program. None is "mp".
+            which every rank runs the same program, with `LLM`. None is "mp".
         distributed_executor_backend: vLLM's name of the same: "mp" or "external_launcher".
         collective_backend: How ranks talk while they compute: "nccl", "gloo", or "auto" for NCCL on
             CUDA and gloo on a CPU. With gloo, ranks can share a CUDA device, without CUDA graphs.
@@ -239,15 +239,6 @@ class EngineConfig:
         self._check_generation_config()
         if not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed must be an integer in [0, 2**63), got {self.seed!r}")
-
-    @property
-    def captures_when_idle(self) -> bool:
-        """Whether an engine that runs by itself uses idle time for captures.
-
-        Not under an external launcher: every rank would find idle time of its own, and all of them
-        must capture the same graphs at the same point.
-        """
-        return self.graph_capture == "idle" and self.distributed_executor != "external"
 
     def resolve_device(self) -> torch.device:
         """Returns the device to run on; a CUDA device with its number.
