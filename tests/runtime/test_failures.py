@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,27 @@ def test_a_failure_while_requests_are_added_leaves_none(
     monkeypatch.setattr(tokenizer, "encode", interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["a", "b", "c", "d"], GREEDY, use_tqdm=False)
+    assert_idle(llm)
+
+
+def test_an_interrupt_among_many_prompts_waits_for_one_of_them(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To turn many texts into tokens takes long."""
+    tokenizer = llm.get_tokenizer()
+    original, seen = tokenizer.encode, 0
+
+    def encode(text: str, **options: Any) -> list[int]:  # noqa: ANN401
+        nonlocal seen
+        seen += 1
+        if seen == 3:
+            signal.raise_signal(signal.SIGINT)
+        return original(text, **options)
+
+    monkeypatch.setattr(tokenizer, "encode", encode)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["a fox"] * 50, GREEDY, use_tqdm=False)
+    assert seen == 3
     assert_idle(llm)
 
 

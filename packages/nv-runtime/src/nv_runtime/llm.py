@@ -344,10 +344,10 @@ class LLM:
         priorities = split_priorities(priority, len(items))
         requests: list[Request] = []
         try:
-            # An interrupt waits until each request that the engine has is in the list.
-            with interrupts_deferred():
-                for item, item_params, urgency in zip(items, params, priorities, strict=True):
-                    tokenized = tokenize_prompt(item, parts.tokenizer)
+            for item, item_params, urgency in zip(items, params, priorities, strict=True):
+                tokenized = tokenize_prompt(item, parts.tokenizer)
+                # An interrupt waits until the request that the engine has is in the list.
+                with interrupts_deferred():
                     request = parts.engine.add_request(tokenized, item_params, priority=urgency)
                     requests.append(request)
         except BaseException as error:
