@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import nv_runtime.engine
 import tiny_checkpoints
 from nv_core import ConfigError, RequestError, SamplingParams
 from nv_runtime import LLM
@@ -109,6 +111,37 @@ def test_a_line_about_the_load(
         with make_llm() as llm:  # ten seconds are not over
             llm.generate(PROMPTS, PARAMS, use_tqdm=False)
         assert not [r for r in caplog.records if r.name == "nv_runtime.engine_stats"]
+
+
+def test_a_line_after_a_rest_is_about_the_time_after_it(
+    make_llm: Callable[..., LLM],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise its rates would be of an hour in which nobody asked for anything."""
+    clock = [1000.0]
+
+    def ticking() -> float:
+        clock[0] += 0.25
+        return clock[0]
+
+    monkeypatch.setattr(nv_runtime.engine, "now", ticking)
+    caplog.set_level(logging.INFO, "nv_runtime.engine_stats")
+    with make_llm(log_stats_interval_s=10.0) as llm:
+        llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+        for rest_s, is_long in ((5.0, False), (3600.0, True)):
+            caplog.clear()
+            clock[0] += rest_s
+            llm.generate(PROMPTS, PARAMS.clone(max_tokens=60), use_tqdm=False)
+            lines = [r.getMessage() for r in caplog.records if "throughput" in r.getMessage()]
+            rates = [
+                float(rate)
+                for line in lines
+                for rate in re.findall(r"generation throughput: ([0-9.]+) tokens/s", line)
+            ]
+            assert len(rates) > 1
+            # Five answers in steps of a second or two.
+            assert min(rates) > (1.0 if is_long else 0.1)
 
 
 def test_without_counts_there_are_no_metrics() -> None:

@@ -90,6 +90,7 @@ class EngineStats:
         self._log_interval_s = log_interval_s
         self._logged_at: float | None = None
         self._logged_tokens = (0, 0)
+        self._idle_since: float | None = None
 
     def note_launch(self, plan: StepPlan, now: float) -> None:
         """Counts a step, and writes the line in the log when it is time.
@@ -100,8 +101,8 @@ class EngineStats:
         """
         self._num_preemptions += len(plan.preempted)
         self._step_tokens.add(plan.num_scheduled_tokens)
-        if self._logged_at is None:
-            self._logged_at = now
+        if self._logged_at is None or self._has_rested(now):
+            self._logged_at, self._logged_tokens = now, self._num_tokens
         elif now - self._logged_at >= self._log_interval_s:
             self._log(plan, now)
 
@@ -124,6 +125,8 @@ class EngineStats:
             answer: The answer.
             now: When it ended, in seconds of the engine's clock.
         """
+        if not self._scheduler.has_unfinished:
+            self._idle_since = now
         histograms, times = self._histograms, answer.token_times
         arrived, scheduled = request.metrics.arrival_time, request.metrics.first_scheduled_time
         self._num_finished[str(answer.sequence.finish_reason)] += 1
@@ -175,9 +178,18 @@ class EngineStats:
             ),
         ]
 
+    @property
+    def _num_tokens(self) -> tuple[int, int]:
+        return self._num_prompt_tokens, self._num_generation_tokens
+
+    def _has_rested(self, now: float) -> bool:
+        """Whether the engine was idle for so long that a rate over that time would say nothing."""
+        since, self._idle_since = self._idle_since, None
+        return since is not None and now - since >= self._log_interval_s
+
     def _log(self, plan: StepPlan, now: float) -> None:
         seconds = now - (self._logged_at or now)
-        tokens = (self._num_prompt_tokens, self._num_generation_tokens)
+        tokens = self._num_tokens
         prompt_rate, generation_rate = (
             (new - old) / seconds for new, old in zip(tokens, self._logged_tokens, strict=True)
         )
