@@ -246,6 +246,7 @@ def test_a_field_of_another_kind_is_refused_or_does_no_harm(tmp_path: Path, fiel
     path = save_tokenizer("qwen", tmp_path)
     (path / "chat_template.jinja").unlink(missing_ok=True)
     config = json.loads((path / "tokenizer_config.json").read_text())
+    num_loaded = 0
     for legacy in (False, True):
         if legacy:
             config.pop("added_tokens_decoder", None)
@@ -253,6 +254,9 @@ def test_a_field_of_another_kind_is_refused_or_does_no_harm(tmp_path: Path, fiel
             (path / "tokenizer_config.json").write_text(json.dumps({**config, field: value}))
             with contextlib.suppress(ConfigError):
                 load_and_use(path)
+                num_loaded += 1
+    # Null is as good as nothing, at least.
+    assert num_loaded >= 2
 
 
 @pytest.mark.parametrize(
@@ -264,10 +268,13 @@ def test_a_file_of_another_kind_is_refused_or_does_no_harm(tmp_path: Path, name:
         (path / file).unlink(missing_ok=True)
     fields = ("a", "eos_token", "chat_template")
     contents = [*ODD_VALUES, *({field: value} for field in fields for value in ODD_VALUES)]
+    num_loaded = 0
     for text in (*map(json.dumps, contents), '{"a": 1, "b": "c"}', "[" * 100_000):
         (path / name).write_text(text)
         with contextlib.suppress(ConfigError):
             load_and_use(path)
+            num_loaded += 1
+    assert num_loaded > 0
     (path / name).write_bytes(b"\xff\xfe{")
     with pytest.raises(ConfigError, match=f"{name} is no valid JSON"):
         load_tokenizer_from_directory(path)
