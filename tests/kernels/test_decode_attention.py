@@ -104,7 +104,7 @@ def test_long_contexts_have_longer_splits(target: Target, context_len: int) -> N
 @pytest.mark.parametrize("target", COMPILED_TARGETS)
 def test_contexts_of_128k(target: Target) -> None:
     """A prompt's last chunk and decode steps, with scores that favour few of all those tokens."""
-    length = 131072
+    length = 131_077
     batch = make_batch([(1, length), (1, 5), (16, length), (1, length - 77)], 64)
     problem = Problem.make(batch, target, num_heads=2, num_kv_heads=1, head_dim=64)
     sharp = dataclasses.replace(problem, query=problem.query * 16)
@@ -274,13 +274,3 @@ def test_one_graph_serves_growing_and_shrinking_batches(num_seqs: int) -> None:
         expected = problem.expected()
         assert_close(output, expected, rtol=0, atol=ATOL[target.dtype])
         assert_same_bits(output, static.run("triton"))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device")
-def test_a_context_of_128_k() -> None:
-    target = Target("triton", "cuda", torch.bfloat16)
-    problem = decode_problem(
-        [131_077, 3], target, block_size=64, num_heads=4, num_kv_heads=1, head_dim=128
-    )
-    problem.check("triton")
