@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nv_kernels import AttentionMetadata, LayerKVCache, linear, pack_linear_weight
+from nv_kernels import paged_attention as paged_attention_op
 from nv_kernels.cpu.decode_attention import can_attend, paged_decode_attention
 from nv_kernels.reference.attention import paged_attention
 
@@ -78,6 +79,24 @@ def test_a_sequence_does_not_depend_on_its_neighbours() -> None:
         )
         row = paged_decode_attention(query[seq : seq + 1], cache, alone, scale=0.3)
         assert torch.equal(row[0], together[seq])
+
+
+def test_keys_and_values_that_lie_differently() -> None:
+    query, cache, metadata = make_problem([9, 6, 70], heads_first=True, dtype=torch.float32)
+    assert cache.value.transpose(1, 2).is_contiguous()
+    mixed = LayerKVCache(cache.key, cache.value.contiguous())
+    assert_same_attention(query, mixed, cache, metadata)
+    assert_same_attention(query, cache, mixed, metadata)
+
+
+def assert_same_attention(
+    query: Tensor, first: LayerKVCache, second: LayerKVCache, metadata: AttentionMetadata
+) -> None:
+    """Two layers of a step whose caches hold the same and lie differently."""
+    actual, expected = (
+        paged_attention_op(query, cache, metadata, scale=0.3) for cache in (first, second)
+    )
+    torch.testing.assert_close(actual, expected)
 
 
 def test_a_batch_made_of_another_is_looked_up_anew() -> None:

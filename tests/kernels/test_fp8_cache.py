@@ -29,6 +29,7 @@ from kernel_oracles import (
     targets,
 )
 from nv_kernels import (
+    FreshKV,
     KernelInputError,
     LayerKVCache,
     available_attention_backends,
@@ -359,6 +360,29 @@ def test_scales_are_numbers(scale: Any) -> None:  # noqa: ANN401 - what no calle
             check_scales(cache_dtype, scale, 2.0)
         with pytest.raises(KernelInputError, match=r"v_scale is .*, but must be a number"):
             check_scales(cache_dtype, 1.0, scale)
+
+
+@pytest.mark.parametrize("target", attention_targets())
+def test_fresh_keys_are_not_read(target: Target) -> None:
+    """Later steps see rounded ones, and so must this one."""
+    batch = make_batch(((7, 7), (1, 1), (40, 40)), 16)
+    problem = Problem.make(batch, target, num_heads=4, num_kv_heads=2, head_dim=32, scales=SCALES)
+    shape = (batch.num_tokens, 2, 32)
+    fresh = torch.full(shape, torch.nan, dtype=target.dtype, device=target.device)
+    result = problem.run(target.backend, fresh=FreshKV(fresh, fresh))
+    assert_same_bits(result, problem.run(target.backend))
+
+
+def test_values_lie_in_pairs() -> None:
+    batch = make_batch(((1, 1),), 4)
+    query, metadata = torch.zeros(1, 1, 8), metadata_of(batch, "cpu")
+    wide = torch.zeros(2, 4, 1, 17, dtype=FP8)
+    even = torch.zeros(2, 4, 1, 18, dtype=FP8)
+    keys = wide[..., :8]  # keys need not
+    paged_attention(query, LayerKVCache(keys, even[..., 2:10]), metadata, scale=1.0)
+    for values in (wide[..., :8], even[..., 1:9]):
+        with pytest.raises(KernelInputError, match=r"kv_cache.value is fp8 .* must be even"):
+            paged_attention(query, LayerKVCache(keys, values), metadata, scale=1.0)
 
 
 def test_a_plain_cache_has_no_scales() -> None:

@@ -139,15 +139,18 @@ def test_layers_of_a_step_share_what_they_have_in_common(layout: str, slots: lis
     derived: dict[str, object] = {}
     positions = torch.tensor([1, 63, 5, 17])
     table = cos_sin(16, target)
-    # The last one has a cache of another shape.
-    for layer, num_blocks in enumerate([NUM_BLOCKS, NUM_BLOCKS, NUM_BLOCKS, 7]):
+    # The last two have caches of another shape and of another layout.
+    others = [NUM_BLOCKS, NUM_BLOCKS, NUM_BLOCKS, 7, NUM_BLOCKS]
+    for layer, num_blocks in enumerate(others):
         qkv = random_tensor(layer, 4, 7, 16, target=target)
         weights = [random_tensor(10 + layer + i, 16, target=target) for i in (0, 1)]
         results = []
         ways: list[dict[str, Any]] = [{"derived": derived}, {"backend": "torch"}]
         for way in ways:
             shape = (num_blocks, BLOCK_SIZE, 2, 16)
-            keys, values = (empty_cache(*shape, layout, target) for _ in range(2))
+            kind = {"head_major": "contiguous", "contiguous": "head_major"}[layout]
+            kind = kind if layer == len(others) - 1 else layout
+            keys, values = (empty_cache(*shape, kind, target) for _ in range(2))
             query = rotate_and_store(
                 qkv,
                 positions,

@@ -193,6 +193,16 @@ def test_filters(target: Target, vocab_size: int, scale: float) -> None:
 
 
 @pytest.mark.parametrize("target", targets(dtypes=(torch.float32,)))
+def test_thresholds_below_all_that_is_gathered(target: Target) -> None:
+    """With more tiles than are opened at first, the best tokens are gathered, and do not do."""
+    logits = random_tensor(7, 3, 18000, target=target, scale=0.05)
+    filters = ({"top_p": 0.97}, {"min_p": 0.8}, {"top_p": 0.5, "min_p": 0.7})
+    for seed in range(1 if is_interpreted(target) else 20):
+        rows = [Row(seed=seed, position=3, **asked) for asked in filters]  # type: ignore[arg-type]
+        assert_drawn(logits, rows, target.backend)
+
+
+@pytest.mark.parametrize("target", targets(dtypes=(torch.float32,)))
 def test_many_random_filters(target: Target) -> None:
     rng = random.Random(2)
     rows = [
@@ -286,11 +296,13 @@ def test_equal_logits_stay_or_go_together(target: Target) -> None:
     ties = torch.zeros(2, 1000, dtype=target.dtype, device=target.device)
     ties[:, [700, 77, 3]] = 2.0
     assert draw(ties, [Row(temperature=0)] * 2, target.backend).tolist() == [3, 3]
+    zeros = torch.full_like(ties, -5.0)
+    zeros[:, [700, 77, 3]] = torch.tensor([0.0, -0.0, 0.0], dtype=ties.dtype, device=ties.device)
     # Few rows in the interpreter; these seeds show all three.
     few = [*range(6)] if is_interpreted(target) else [*range(40)]
-    for filters in ({"top_k": 1}, {"top_p": 1e-6}):
+    for filters, logits in (({"top_k": 1}, ties), ({"top_p": 1e-6}, ties), ({"top_k": 1}, zeros)):
         rows = [Row(seed=seed, **filters) for seed in few]
-        tokens = draw(ties[:1].expand(len(few), -1), rows, target.backend)
+        tokens = draw(logits[:1].expand(len(few), -1), rows, target.backend)
         assert set(tokens.tolist()) == {3, 77, 700}
 
 
@@ -397,7 +409,7 @@ def test_the_best_of_all_shards_is_the_draw_from_the_whole_row(
     logits[1, [5, 70, 129]] = 30.0  # equal best ones, in different shards
     logits[2] = -torch.inf
     logits[2, 80] = -3.0  # nothing to draw in most shards
-    logits[3] = torch.where(torch.arange(131, device=logits.device) % 2 == 0, -0.0, 0.0)
+    logits[3, :32], logits[3, 32:] = -0.0, 0.0  # which are equal
     temperatures = [0.0, 0.0, 0.0, 0.0, 0.6, 1.0, 2.5, 1.0]
     seeds, positions = [0, 1, -1, 3, 2**63 - 1, 5, -(2**63), 7], [0, 4, 9, 1, 999, 131071, 3, 4]
     rows = [

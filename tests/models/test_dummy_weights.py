@@ -39,6 +39,15 @@ def test_logits_are_finite_and_differ(family: Family, dtype: torch.dtype, tmp_pa
     assert len(set(logits.argmax(-1).tolist())) >= 5
 
 
+def test_projections_keep_the_size_of_what_they_are_given(tmp_path: Path) -> None:
+    model = load_paged_model(write_config(tmp_path, TinySpec()), load_format="dummy")
+    matrices = [target for target in model.targets() if len(target.shape) == 2]
+    assert len(matrices) > 10
+    for target in matrices:
+        deviation = float(target.filled_region.std()) * target.shape[1] ** 0.5
+        assert deviation == pytest.approx(1.0, rel=0.05), target.name
+
+
 def test_seed_decides(tmp_path: Path) -> None:
     path = write_config(tmp_path, TinySpec())
     first, same, other = (
