@@ -5,15 +5,18 @@ from __future__ import annotations
 import io
 import json
 import logging
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import tiny_checkpoints
 from nv_core import SamplingParams
+from nv_models import CausalLM
 from nv_runtime import LLM
 from nv_runtime.cli import main
 
@@ -52,6 +55,35 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     capsys.readouterr()
     assert main(argv) == 0
     return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("num_presses", "ends"), [(1, True), (2, True), (3, False)])
+def test_ctrl_c_within_a_step_is_heard_at_once(
+    checkpoint: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    num_presses: int,
+    ends: bool,  # noqa: FBT001 - a parameter
+) -> None:
+    """The step ends first, unless the user insists: a step of a long prompt may take minutes."""
+    num_begun = num_ended = 0
+    forward = CausalLM.forward
+
+    def pressed(*args: Any) -> Any:  # noqa: ANN401 - stands in for the method
+        nonlocal num_begun, num_ended
+        num_begun += 1
+        if num_begun == 3:
+            for _ in range(num_presses):
+                signal.raise_signal(signal.SIGINT)
+            assert ("once more to leave" in capsys.readouterr().err) == (num_presses > 1)
+        hidden = forward(*args)
+        num_ended += 1
+        return hidden
+
+    monkeypatch.setattr(CausalLM, "forward", pressed)
+    assert main(["generate", str(checkpoint), PROMPT, *FLAGS, *SAMPLING]) == 130
+    assert (num_begun, num_ended) == (3, 3 if ends else 2)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_generate_prints_what_llm_generates(

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from nv_runtime.interrupts import PatientHandler
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import FrameType, TracebackType
@@ -68,7 +70,7 @@ class Answer:
         return ", ".join(parts)
 
 
-class Interrupts:
+class Interrupts(PatientHandler):
     """Turns Ctrl-C into a wish that is looked at between tokens.
 
     An exception in the middle of a step could leave the engine half way. For those who do not want
@@ -87,7 +89,7 @@ class Interrupts:
         # Python delivers signals to the main thread only, and lets only it change handlers.
         self._is_active = threading.current_thread() is threading.main_thread()
         if self._is_active:
-            self._previous = signal.signal(signal.SIGINT, self._note)
+            self._previous = signal.signal(signal.SIGINT, self)
         return self
 
     def __exit__(
@@ -99,7 +101,8 @@ class Interrupts:
         if self._is_active:
             signal.signal(signal.SIGINT, self._previous)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Counts, and tells what one more would do."""
         self._count += 1
         if self._count == 2:
             click.echo("\n(stops after this step; once more to leave at once)", err=True)
