@@ -168,6 +168,11 @@ def other_checkpoint(path: str) -> Fault:
     return In("nv_models", "open_checkpoint", partial(_open, path))
 
 
+def other_option(name: str, value: object) -> Fault:
+    """A rank of a launcher whose program passes another option."""
+    return In("nv_runtime.llm", "engine_config_of", partial(_with_option, name, value))
+
+
 def other_code() -> None:
     """A rank whose code is of another version."""
     In("nv_runtime.builder", "code_facts", _age)()
@@ -193,6 +198,16 @@ def fill_with_nan(original: Callable[..., Any], *args: Any, **options: Any) -> A
 
 def _return(value: Any, *_: object, **__: object) -> Any:  # noqa: ANN401
     return value
+
+
+def _with_option(
+    name: str,
+    value: object,
+    original: Callable[..., Any],
+    model: str,
+    options: dict[str, Any],
+) -> Any:  # noqa: ANN401
+    return original(model, {**options, name: value})
 
 
 def _age(original: Callable[..., Any]) -> Any:  # noqa: ANN401

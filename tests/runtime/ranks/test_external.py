@@ -10,7 +10,7 @@ import pytest
 
 import tiny_checkpoints
 from external_ranks_program import STEP_LOG, run_external
-from forked_ranks import In, do_nothing, fail
+from forked_ranks import In, do_nothing, fail, other_option
 from nv_core import ConfigError, SamplingParams
 from nv_core.step_log import read_step_log
 from nv_runtime import LLM, AsyncLLM, EngineConfig
@@ -71,6 +71,26 @@ def test_ranks_that_plan_different_things_are_told(
     for result in results:
         assert "rank 1 does not plan what rank 0 plans" in result["error"]
         assert "every rank must run the same program" in result["error"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("enable_prefix_caching", False),
+        ("async_scheduling", True),
+        ("scheduling_policy", "fair"),
+        ("override_generation_config", {"temperature": 0.5}),
+        ("max_num_seqs", 3),
+    ],
+)
+def test_ranks_with_other_options_are_told_before_anything_runs(
+    checkpoint: Path, tmp_path: Path, port: int, name: str, value: object
+) -> None:
+    """Each schedules for itself: from such options come other plans, sooner or later."""
+    faults = [do_nothing, other_option(name, value)]
+    results = run_external(tmp_path, checkpoint, [[PROMPTS]] * 2, port=port, faults=faults)
+    for result in results:
+        assert f"rank 1 disagrees with rank 0 on {name}" in result["error"]
 
 
 def test_the_failure_of_one_rank_is_known_to_the_other(

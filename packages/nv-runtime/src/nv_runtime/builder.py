@@ -82,6 +82,14 @@ _OPTIONS_OF_ALL_RANKS = (
 )
 """Options on which ranks would compute different things if they differed."""
 
+_OPTIONS_OF_SCHEDULERS = (
+    "enable_prefix_caching",
+    "async_scheduling",
+    "generation_config",
+    "override_generation_config",
+)
+"""Options on which ranks that schedule by themselves would plan different things."""
+
 
 @dataclass(frozen=True)
 class EngineParts:
@@ -403,7 +411,12 @@ def _resolve_device(config: EngineConfig) -> torch.device:
 def _facts(config: EngineConfig, checkpoint: Checkpoint, *, dtype: torch.dtype) -> Facts:
     """What ranks must have in common before they load anything."""
     facts = {"dtype": str(dtype), **code_facts(), **model_facts(checkpoint.config)}
-    for name in _OPTIONS_OF_ALL_RANKS:
+    names: tuple[str, ...] = _OPTIONS_OF_ALL_RANKS
+    if config.distributed_executor == "external":
+        names += _OPTIONS_OF_SCHEDULERS
+        policy = config.scheduling_policy
+        facts["scheduling_policy"] = policy if isinstance(policy, str) else type(policy).__name__
+    for name in names:
         facts[name] = repr(getattr(config, name))
     if config.load_format != "dummy":
         facts.update(checkpoint_facts(checkpoint))
