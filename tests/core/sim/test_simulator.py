@@ -247,6 +247,8 @@ def test_whatever_a_caller_may_ask_for_survives_the_file(tmp_path: Path) -> None
         log.add_request(RequestRecord.of(seq, 0.0))
     log.save(path)
     assert read_step_log(path) == log
+    # A browser reads no NaN and no infinity.
+    json.dumps(report_data(log, name="log"), allow_nan=False)
 
 
 def test_a_log_can_be_written_while_it_comes_about(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import html
 import json
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
+from math import isfinite
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -176,7 +177,7 @@ def _lanes(log: StepLog) -> list[dict[str, Any]]:
                 "end": None if request.finished_s is None else round(request.finished_s, 6),
                 "reason": request.finish_reason,
                 "message": request.message,
-                "deadline": request.deadline_s,
+                "deadline": _finite(request.deadline_s),
                 "segments": [
                     (
                         round(s.start_s, 6),
@@ -190,6 +191,11 @@ def _lanes(log: StepLog) -> list[dict[str, Any]]:
             }
         )
     return lanes
+
+
+def _finite(value: float | None) -> float | None:
+    """The value, or None for one that JSON has no number for; an endless deadline is none."""
+    return value if value is not None and isfinite(value) else None
 
 
 def _steps(log: StepLog, blocks: list[dict[str, Any]] | None) -> Sequence[Sequence[float]]:
