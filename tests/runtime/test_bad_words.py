@@ -58,6 +58,11 @@ def test_texts_need_a_tokenizer() -> None:
         runs_of(None, "fox")
 
 
+def test_a_word_that_is_no_text_is_named(tokenizer: Tokenizer) -> None:
+    with pytest.raises(RequestError, match=r"bad_words holds 'a\\ud800', which is no text"):
+        runs_of(tokenizer, "fox", "a\ud800")
+
+
 def test_a_bad_word_is_not_said(tmp_path: Path) -> None:
     path = tiny_checkpoints.write_checkpoint(tmp_path, tokenizer=True)
     greedy = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)

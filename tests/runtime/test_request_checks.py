@@ -69,3 +69,11 @@ def test_exactly_what_leaves_no_token_is_refused() -> None:
         with pytest.raises(RequestError, match="no token is left to sample"):
             check(**params)
     assert num_refused > 100
+
+
+def test_so_many_stop_texts_that_they_hold_up_others_are_refused() -> None:
+    check(stop=["x" * 256] * 256)
+    check(stop="x" * 65536)
+    for stop in (["x"] * 257, "x" * 65537, ["x" * 300] * 256):
+        with pytest.raises(RequestError, match=r"stop holds \d+ texts of \d+ characters together"):
+            check(stop=stop)

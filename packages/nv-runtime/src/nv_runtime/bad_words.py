@@ -37,10 +37,15 @@ def with_tokenized_bad_words(params: SamplingParams, tokenizer: Tokenizer | None
 
 
 def _spellings(word: str, tokenizer: Tokenizer) -> Sequence[tuple[int, ...]]:
-    plain, spaced = (
-        tuple(tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False))
-        for prefix in ("", " ")
-    )
+    try:
+        plain, spaced = (
+            tuple(tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False))
+            for prefix in ("", " ")
+        )
+    except RequestError as error:
+        raise RequestError(
+            f"bad_words holds {word!r}, which is no text: it has a lone surrogate"
+        ) from error
     if not plain:
         raise RequestError(f"bad_words holds {word!r}, for which the tokenizer has no tokens")
     is_other = spaced[:1] != plain[:1] and len(spaced) == len(plain)

@@ -8,6 +8,8 @@ from nv_core import RequestError, SamplingParams
 
 _MAX_BANNED_WORDS = 1024
 _MAX_BANNED_WORD_TOKENS = 128
+_MAX_STOPS = 256
+_MAX_STOP_CHARACTERS = 2**16
 
 
 def check_sampling_params(
@@ -28,8 +30,16 @@ def check_sampling_params(
 
     Raises:
         RequestError: A token id is none of the model's, no token is left to sample, or there are
-            too many log-probabilities.
+            too many log-probabilities, banned words or stop texts.
     """
+    # Every token of the answer is looked at for each, between the steps of all requests.
+    num_characters = sum(map(len, params.stop))
+    if len(params.stop) > _MAX_STOPS or num_characters > _MAX_STOP_CHARACTERS:
+        raise RequestError(
+            f"stop holds {len(params.stop)} texts of {num_characters} characters together; at most "
+            f"{_MAX_STOPS} texts of {_MAX_STOP_CHARACTERS} characters are allowed: give fewer or "
+            "shorter ones"
+        )
     _check_token_ids("stop_token_ids", params.stop_token_ids, vocab_size)
     _check_token_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
     _check_token_ids("logit_bias", params.logit_bias or (), vocab_size)
