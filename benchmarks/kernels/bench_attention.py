@@ -31,6 +31,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
+from command_line import DTYPES, make_parser, write
 from timing import median_us
 
 from nv_kernels import (
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 FP8 = torch.float8_e4m3fn
 FP8_SCALES = (0.5, 2.0)
 ROTATION_BYTES = 1 << 30
@@ -290,12 +290,8 @@ def report(
 
 def parse_arguments() -> argparse.Namespace:
     """Reads the command line."""
-    on_cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", default="cuda" if on_cuda else "cpu")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16" if on_cuda else "float32")
+    on_cuda = ["triton", "flash_attn", "flash_attn_3"]
+    parser = make_parser(__doc__, check="compare with fp64 first; exit 1 if wrong")
     parser.add_argument(
         "--block-size",
         type=int,
@@ -306,15 +302,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--backends",
         nargs="*",
-        default=["triton", "flash_attn", "flash_attn_3"] if on_cuda else ["torch"],
-        choices=["torch", "triton", "flash_attn", "flash_attn_3"],
+        default=["triton", "flash_attn", "flash_attn_3"]
+        if torch.cuda.is_available()
+        else ["torch"],
+        choices=["torch", *on_cuda],
     )
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--peak-tb-per-s", type=float, default=4.48)
     parser.add_argument("--peak-tflop-per-s", type=float, default=790.0)
-    parser.add_argument(
-        "--check", action="store_true", help="compare with fp64 first; exit 1 if wrong"
-    )
     return parser.parse_args()
 
 
@@ -411,12 +404,6 @@ def dequantised(cache: LayerKVCache, blocks: Tensor, length: int) -> tuple[Tenso
 def tolerance(dtype: torch.dtype) -> float:
     """Allows for two roundings to the dtype, and for fp32 sums of another order."""
     return max(torch.finfo(dtype).eps, 1e-5)
-
-
-def write(line: str) -> None:
-    """Writes a line of the report at once, so that a long run can be watched."""
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from command_line import DTYPES, make_parser, write
 from timing import median_us
 
 from nv_kernels import rotate_and_store
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 16, 8, 128, 64
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 FP8 = torch.float8_e4m3fn
 FP8_SCALES = (0.5, 2.0)
 MUST_US = {256: 6.0}
@@ -72,17 +72,8 @@ def main() -> int:
 
 def parse_arguments() -> argparse.Namespace:
     """Reads the command line."""
-    on_cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", default="cuda" if on_cuda else "cpu")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16" if on_cuda else "float32")
+    parser = make_parser(__doc__, check="compare with the reference; exit 1 if wrong")
     parser.add_argument("--rows", nargs="*", type=int, default=[1, 32, 256, 8192], help="tokens")
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument(
-        "--check", action="store_true", help="compare with the reference; exit 1 if wrong"
-    )
     return parser.parse_args()
 
 
@@ -150,12 +141,6 @@ def largest_error(problem: Problem) -> float:
         error = (actual.double() - wide).abs() / (eps * size.clamp(min=2.0**-6))
         worst = max(worst, float(error.nan_to_num(torch.inf).max()))
     return worst
-
-
-def write(line: str) -> None:
-    """Writes a line of the report at once."""
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from command_line import DTYPES, make_parser, write
 from timing import median_us
 
 from nv_kernels import LogitAdjustments, TokenFilters, sample_tokens, token_logprobs
@@ -32,7 +33,6 @@ from nv_kernels import LogitAdjustments, TokenFilters, sample_tokens, token_logp
 if TYPE_CHECKING:
     from torch import Tensor
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 ROTATION_BYTES = 1 << 30
 
 
@@ -213,28 +213,12 @@ def make_adjustments(
 
 def parse_arguments() -> argparse.Namespace:
     """Reads the command line."""
-    on_cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", default="cuda" if on_cuda else "cpu")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16" if on_cuda else "float32")
+    parser = make_parser(__doc__, check="compare with the reference; exit 1 if wrong or slow")
     parser.add_argument("--backend", default="auto", choices=["auto", "torch", "triton"])
     parser.add_argument("--rows", nargs="*", type=int, default=[256, 64, 1])
     parser.add_argument("--vocab-size", type=int, default=151_936)
     parser.add_argument("--cases", nargs="*", help="parts of names; all cases if left out")
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--peak-tb-per-s", type=float, default=4.48)
-    parser.add_argument(
-        "--check", action="store_true", help="compare with the reference; exit 1 if wrong or slow"
-    )
     return parser.parse_args()
-
-
-def write(line: str) -> None:
-    """Writes a line of the report at once, so that a long run can be watched."""
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

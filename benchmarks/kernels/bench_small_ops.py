@@ -24,6 +24,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from command_line import DTYPES, make_parser, write
 from timing import median_us
 
 from nv_kernels import (
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 EPS = 1e-6
 NUM_INPUTS = 8
 BLOCK_SIZE = 64
@@ -312,26 +312,10 @@ def call_with(run: Callable[[int, str], object], backend: str, call: int) -> obj
 
 def parse_arguments() -> argparse.Namespace:
     """Reads the command line."""
-    on_cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", default="cuda" if on_cuda else "cpu")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16" if on_cuda else "float32")
+    parser = make_parser(__doc__, check="compare with fp64 first; exit 1 if wrong")
     parser.add_argument("--model", choices=MODELS, default="qwen3-0.6b")
     parser.add_argument("--rows", nargs="*", type=int, default=[1, 32, 256, 8192], help="tokens")
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--peak-tb-per-s", type=float, default=4.48)
-    parser.add_argument(
-        "--check", action="store_true", help="compare with fp64 first; exit 1 if wrong"
-    )
     return parser.parse_args()
-
-
-def write(line: str) -> None:
-    """Writes a line of the report at once."""
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":
