@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from attention_problems import NO_LOOPS_IN_INTERPRETER, metadata_of
@@ -41,6 +41,7 @@ def items_on_host(
 
 @pytest.mark.parametrize("device", DEVICES)
 @settings(deadline=None, max_examples=15)
+@example(lens=[(5, 0)], num_padding=1, block_q=2, min_query_len=2)
 @given(
     lens=st.lists(
         st.tuples(st.integers(0, 9) | st.integers(60, 300), st.integers(0, 40)),
@@ -76,3 +77,8 @@ def test_more_sequences_than_one_load_takes(device: str) -> None:
     assert items[1 : 1 + int(items[0, 0])].tolist() == expected
     # The next layer gets the same list.
     assert list_prefill_items(metadata, block_q=2, min_query_len=2) is items
+    # Other tiles have a list of their own.
+    for block_q, min_query_len in ((3, 2), (2, 1)):
+        others = list_prefill_items(metadata, block_q=block_q, min_query_len=min_query_len)
+        expected = items_on_host(lens, 0, block_q, min_query_len)
+        assert others[1 : 1 + int(others[0, 0])].tolist() == expected

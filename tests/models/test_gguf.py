@@ -194,6 +194,13 @@ def test_spellings_of_linear_scaling(
         ({"llama.attention.causal": False}, "bidirectional attention is not supported"),
         ({"llama.logit_scale": 0.5}, "scaling of logits is not supported"),
         ({"llama.embedding_scale": 12.0}, "scaling of embeddings"),
+        ({"llama.residual_scale": 0.2}, "scaling of the residual stream"),
+        ({"llama.attention.scale": 0.3}, r"a scale of attention other than 1 / sqrt"),
+        ({"llama.attention.clamp_kqv": 8.0}, "clamping of queries, keys and values"),
+        ({"llama.attention.max_alibi_bias": 8.0}, "ALiBi is not supported"),
+        ({"llama.rope.dimension_count": 8}, r"partial rotary .*dimension_count = 8 of 24"),
+        ({"llama.attention.value_length": 8}, r"another size than keys .*_length = 8, key.* = 24"),
+        ({"llama.attention.head_count_kv": [2, 1]}, "layers that differ are not supported"),
         ({"llama.rope.scaling.type": "longrope"}, "scaling.type 'longrope' in model.gguf is not"),
         (
             {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.attn_factor": 1.5},

@@ -19,6 +19,7 @@ from nv_models.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
+from nv_models.layers.norm import RMSNorm
 from nv_models.layers.placement import Placement
 from nv_models.parallel import check_tensor_parallel_size, heads_per_rank
 from paged_runner import PagedRunner, load_paged_model, make_backend
@@ -213,6 +214,28 @@ class TestSingleRank:
         assert alone.all_reduce(part) is part
         assert alone.all_reduce_max(part) is part
         assert alone.broadcast(part) is part
+
+
+@pytest.mark.parametrize("num_parts", [1, 3])
+def test_the_parts_of_a_product_are_added_before_those_of_the_ranks(
+    num_parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sums: list[torch.Tensor] = []
+
+    def all_reduce(partial: torch.Tensor, **_: object) -> None:
+        sums.append(partial.clone())
+        partial *= 2  # as if the other rank had the same
+
+    monkeypatch.setattr("torch.distributed.all_reduce", all_reduce)
+    norm = RMSNorm(8, eps=1e-6, placement=placed(0, 2))
+    norm.weight.data.copy_(torch.linspace(0.5, 2, 8))
+    parts = torch.randn(num_parts, 5, 8, generator=torch.Generator().manual_seed(0))
+    residual = torch.ones(5, 8)
+    expected = parts.sum(0)
+    normed, total = norm.add_and_normalise(parts, residual)
+    torch.testing.assert_close(sums, [expected])
+    torch.testing.assert_close(total, residual + 2 * expected)
+    torch.testing.assert_close(normed, norm(total))
 
 
 def test_joining_the_columns_of_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:

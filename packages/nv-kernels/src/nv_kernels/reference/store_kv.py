@@ -38,7 +38,7 @@ def as_stored(x: Tensor, cache: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Makes x what a cache takes, which is the other result, as bytes where it is fp8.
 
     As bytes, because not every device's PyTorch writes fp8 by index. The rounding is that of
-    `kv_quantisation.py`; PyTorch alone turns numbers beyond 448 into NaN.
+    `kv_quantisation.py`; PyTorch alone may turn numbers beyond 448 into NaN.
     """
     if cache.dtype != FP8:
         return x, cache
