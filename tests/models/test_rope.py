@@ -55,7 +55,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "yarn-betas": {**YARN, "beta_fast": 16.0, "beta_slow": 2.0},
     "yarn-mscale": {**YARN, "mscale": 0.8, "mscale_all_dim": 1.2},
     "yarn-untruncated": {**YARN, "truncate": False},
-    "yarn-step": {**YARN, "truncate": False, "beta_fast": 4.0, "beta_slow": 4.0},  # no ramp
+    "yarn-no-ramp": {**YARN, "original_max_position_embeddings": 6},  # both its ends are pair 0
     "yarn-short": {**YARN, "original_max_position_embeddings": 16, "factor": 1.5},
     "yarn-small-theta": {**YARN, "rope_theta": 50.0},
     "yarn-no-original": {"rope_type": "yarn", "factor": 2.0},
