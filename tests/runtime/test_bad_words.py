@@ -58,6 +58,16 @@ def test_texts_need_a_tokenizer() -> None:
         runs_of(None, "fox")
 
 
+@pytest.mark.parametrize("words", [["fox"] * 1025, [[1]] * 1024 + ["fox"], ["fox " * 20_000]])
+def test_so_many_words_that_others_would_wait_are_refused(
+    tokenizer: Tokenizer,
+    words: Any,  # noqa: ANN401
+) -> None:
+    with pytest.raises(RequestError, match=r"at most 1024 words of 65536 characters are allowed"):
+        runs_of(tokenizer, *words)
+    assert runs_of(tokenizer, *["fox"] * 1024)
+
+
 def test_a_word_that_is_no_text_is_named(tokenizer: Tokenizer) -> None:
     with pytest.raises(RequestError, match=r"bad_words holds 'a\\ud800', which is no text"):
         runs_of(tokenizer, "fox", "a\ud800")

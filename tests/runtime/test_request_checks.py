@@ -71,6 +71,13 @@ def test_exactly_what_leaves_no_token_is_refused() -> None:
     assert num_refused > 100
 
 
+@pytest.mark.parametrize("field", ["stop_token_ids", "allowed_token_ids"])
+def test_more_ids_than_there_are_tokens_are_refused(field: str) -> None:
+    check(**{field: [0, 1, 1]})
+    with pytest.raises(RequestError, match=rf"{field} holds 4 token ids, and the model has 3"):
+        check(**{field: [0, 1, 1, 0]})
+
+
 def test_so_many_stop_texts_that_they_hold_up_others_are_refused() -> None:
     check(stop=["x" * 256] * 256)
     check(stop="x" * 65536)

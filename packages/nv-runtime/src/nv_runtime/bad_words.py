@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from nv_core import RequestError, SamplingParams
+from nv_runtime.request_checks import MAX_BANNED_WORDS
 
 if TYPE_CHECKING:
     from nv_runtime.tokenizer import Tokenizer
+
+_MAX_CHARACTERS = 2**16
 
 
 def with_tokenized_bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:
@@ -20,7 +23,7 @@ def with_tokenized_bad_words(params: SamplingParams, tokenizer: Tokenizer | None
 
     Raises:
         RequestError: A word is text and there is no tokenizer, or the tokenizer has no tokens for
-            it.
+            it, or there are so many or so long ones that others would wait for this.
     """
     if not any(isinstance(word, str) for word in params.bad_words):
         return params
@@ -28,6 +31,13 @@ def with_tokenized_bad_words(params: SamplingParams, tokenizer: Tokenizer | None
         raise RequestError(
             f"bad_words={list(params.bad_words)!r} holds text, but the engine has no tokenizer "
             "(skip_tokenizer_init=True); give each as a list of token ids"
+        )
+    num_characters = sum(len(word) for word in params.bad_words if isinstance(word, str))
+    if len(params.bad_words) > MAX_BANNED_WORDS or num_characters > _MAX_CHARACTERS:
+        raise RequestError(
+            f"bad_words holds {len(params.bad_words)} words, those in text of {num_characters} "
+            f"characters together; at most {MAX_BANNED_WORDS} words of {_MAX_CHARACTERS} "
+            "characters are allowed"
         )
     runs: dict[tuple[int, ...], None] = {}
     for word in params.bad_words:

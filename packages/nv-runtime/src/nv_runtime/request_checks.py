@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from nv_core import RequestError, SamplingParams
 
-_MAX_BANNED_WORDS = 1024
+MAX_BANNED_WORDS = 1024
 _MAX_BANNED_WORD_TOKENS = 128
 _MAX_STOPS = 256
 _MAX_STOP_CHARACTERS = 2**16
@@ -32,14 +32,7 @@ def check_sampling_params(
         RequestError: A token id is none of the model's, no token is left to sample, or there are
             too many log-probabilities, banned words or stop texts.
     """
-    # Every token of the answer is looked at for each, between the steps of all requests.
-    num_characters = sum(map(len, params.stop))
-    if len(params.stop) > _MAX_STOPS or num_characters > _MAX_STOP_CHARACTERS:
-        raise RequestError(
-            f"stop holds {len(params.stop)} texts of {num_characters} characters together; at most "
-            f"{_MAX_STOPS} texts of {_MAX_STOP_CHARACTERS} characters are allowed: give fewer or "
-            "shorter ones"
-        )
+    _check_amounts(params, vocab_size)
     _check_token_ids("stop_token_ids", params.stop_token_ids, vocab_size)
     _check_token_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
     _check_token_ids("logit_bias", params.logit_bias or (), vocab_size)
@@ -48,19 +41,19 @@ def check_sampling_params(
             raise RequestError(
                 f"bad_words holds {word!r}, which is text; give it as a list of token ids"
             )
-        _check_token_ids("bad_words", word, vocab_size)
         if len(word) > _MAX_BANNED_WORD_TOKENS:
             raise RequestError(
                 f"bad_words holds a run of {len(word)} tokens; at most {_MAX_BANNED_WORD_TOKENS} "
                 "are allowed: give the part of it that must not be completed"
             )
+        _check_token_ids("bad_words", word, vocab_size)
     num_banned = len(params.bad_words)
     if params.min_tokens:
         num_banned += len(params.stop_token_ids)
-    if num_banned > _MAX_BANNED_WORDS:
+    if num_banned > MAX_BANNED_WORDS:
         raise RequestError(
             f"bad_words, and stop_token_ids with min_tokens={params.min_tokens}, ban {num_banned} "
-            f"runs of tokens; at most {_MAX_BANNED_WORDS} are allowed: use logit_bias or "
+            f"runs of tokens; at most {MAX_BANNED_WORDS} are allowed: use logit_bias or "
             "allowed_token_ids for single tokens"
         )
     _check_that_tokens_are_left(params, vocab_size, eos_token_ids)
@@ -70,6 +63,23 @@ def check_sampling_params(
             raise RequestError(
                 f"{name}={wanted} is more than max_logprobs={max_logprobs} allows; ask for less, "
                 "or make the engine with a higher max_logprobs (-1 for no limit)"
+            )
+
+
+def _check_amounts(params: SamplingParams, vocab_size: int) -> None:
+    """Refuses so many texts or ids that all other requests would wait for what they cost."""
+    num_characters = sum(map(len, params.stop))
+    if len(params.stop) > _MAX_STOPS or num_characters > _MAX_STOP_CHARACTERS:
+        raise RequestError(
+            f"stop holds {len(params.stop)} texts of {num_characters} characters together; at most "
+            f"{_MAX_STOPS} texts of {_MAX_STOP_CHARACTERS} characters are allowed: give fewer or "
+            "shorter ones"
+        )
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        num_ids = len(getattr(params, name) or ())
+        if num_ids > vocab_size:
+            raise RequestError(
+                f"{name} holds {num_ids} token ids, and the model has {vocab_size}; give each once"
             )
 
 
