@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 import tiny_checkpoints
-from nv_core import RequestError, SamplingParams, Step
+from nv_core import RequestError, SamplingParams, Scheduler, Step
 from nv_core.policies import Mixed
 from nv_runtime import LLM
+from nv_runtime.answer import Answer
 from nv_runtime.device_batch import DeviceBatch
 from nv_runtime.model_runner import ModelRunner
 from nv_runtime.one_thread import OneThread
@@ -205,6 +206,35 @@ def test_a_failure_while_requests_are_added_leaves_none(
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["a", "b", "c", "d"], GREEDY, use_tqdm=False)
     assert_idle(llm)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(Scheduler, "add"), (Scheduler, "fork"), (Request, "__init__"), (Answer, "__init__")],
+)
+def test_a_failure_while_one_request_is_added_leaves_nothing_of_it(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, owner: type, name: str
+) -> None:
+    expected = answers(llm)
+    original = getattr(owner, name)
+    calls = 0
+
+    def failing(*args: Any, **options: Any) -> Any:  # noqa: ANN401
+        nonlocal calls
+        calls += 1
+        if calls == (2 if owner is Answer else 1):
+            raise BoomError
+        return original(*args, **options)
+
+    stream = llm.stream("the fox", GREEDY)
+    next(stream)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, failing)
+        with pytest.raises(BoomError):
+            llm.generate("a dog", GREEDY.clone(n=3, temperature=0.8), use_tqdm=False)
+    assert list(list(stream)[-1].outputs[0].token_ids) == expected[0]
+    assert_idle(llm)
+    assert answers(llm) == expected
 
 
 def test_an_interrupt_among_many_prompts_waits_for_one_of_them(

@@ -191,24 +191,33 @@ class Engine:
             self._start_times.skip()
         further = params_of_further_answers(sampling_params)
         arrival = now()
-        first = self.scheduler.add(
-            prompt.token_ids,
-            sampling_params,
-            request_id=request_id,
-            priority=priority,
-            arrival_time=arrival,
-            cache_salt=prompt.cache_salt,
-        )
-        forks = [self.scheduler.fork(first, params, request_id=request_id) for params in further]
+        sequences = [
+            self.scheduler.add(
+                prompt.token_ids,
+                sampling_params,
+                request_id=request_id,
+                priority=priority,
+                arrival_time=arrival,
+                cache_salt=prompt.cache_salt,
+            )
+        ]
+        try:
+            for params in further:
+                sequences.append(self.scheduler.fork(sequences[0], params, request_id=request_id))
+            request = Request(
+                request_id,
+                sequences,
+                prompt=prompt.text,
+                tokenizer=self._tokenizer,
+                output_kind=sampling_params.output_kind,
+                arrival_time=arrival,
+            )
+        except BaseException:
+            # Without an owner they would run, and nobody would know whose tokens they get.
+            for seq in sequences:
+                self.scheduler.abort(seq.seq_id)
+            raise
         self._next_request_number += 1
-        request = Request(
-            request_id,
-            [first, *forks],
-            prompt=prompt.text,
-            tokenizer=self._tokenizer,
-            output_kind=sampling_params.output_kind,
-            arrival_time=arrival,
-        )
         self._heap.freeze()
         self._requests[request_id] = request
         for answer in request.answers:
