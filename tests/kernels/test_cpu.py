@@ -10,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nv_kernels import AttentionMetadata, LayerKVCache, linear, pack_linear_weight
+from nv_kernels import (
+    AttentionMetadata,
+    LayerKVCache,
+    linear,
+    linear_parts,
+    pack_linear_weight,
+)
 from nv_kernels import paged_attention as paged_attention_op
 from nv_kernels.cpu.decode_attention import can_attend, paged_decode_attention
 from nv_kernels.reference.attention import paged_attention
@@ -142,6 +148,8 @@ def test_a_packed_weight_gives_the_same_product(
     atol = tolerance * float(expected.abs().max())
     actual = linear(x, packed, given_bias)
     torch.testing.assert_close(actual.float(), expected, atol=atol, rtol=tolerance)
+    (part,) = linear_parts(x, packed)
+    torch.testing.assert_close(part, linear(x, packed))
 
 
 def test_weights_that_gain_nothing_stay_as_they_are() -> None:
