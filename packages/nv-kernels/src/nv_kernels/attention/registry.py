@@ -35,8 +35,8 @@ _ENTRIES = {
 }
 
 # Best first, as measured on an H200 (docs/kernels.md): Triton is ahead of flash-attn in every case
-# there, by 2 to 31 % in decoding and by half in prefill, and takes every block size and dtype.
-# FlashAttention 3, measured elsewhere, takes 5 to 40 % longer than Triton in decoding and 2 to 10 %
+# there, by 2 to 41 % in decoding and by half in prefill, and takes every block size and dtype.
+# FlashAttention 3, measured elsewhere, takes 7 to 74 % longer than Triton in decoding and 7 to 10 %
 # less in prefill. An engine's time is decoding, and a prompt's is mostly matrix products, so
 # Triton stays first. "auto" takes FlashAttention 3 only where neither of the others runs, because
 # our adapter to it has not been run yet.
