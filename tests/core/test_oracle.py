@@ -457,13 +457,13 @@ def plant_index_entry_that_outlives_its_block(patch: pytest.MonkeyPatch) -> None
 def plant_in_every_entry(
     patch: pytest.MonkeyPatch, change: Callable[[ScheduledSequence], ScheduledSequence]
 ) -> None:
-    finish = Step.finish
+    make = Step.plan
 
-    def finish_changed(self: Step) -> StepPlan:
-        plan = finish(self)
+    def make_changed(self: Step) -> StepPlan:
+        plan = make(self)
         return dataclasses.replace(plan, sequences=ScheduledBatch.of(map(change, plan.sequences)))
 
-    patch.setattr(Step, "finish", finish_changed)
+    patch.setattr(Step, "plan", make_changed)
 
 
 def plant_start_one_token_early(patch: pytest.MonkeyPatch) -> None:

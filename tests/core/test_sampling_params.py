@@ -78,6 +78,13 @@ BAD_VALUES: list[tuple[str, Any]] = [
 ]
 
 
+@pytest.mark.parametrize("name", ["max_tokens", "min_tokens", "top_k", "seed", "temperature", "n"])
+def test_an_integer_too_long_to_be_written_out_is_refused_by_name(name: str) -> None:
+    options: dict[str, Any] = {name: 1 << 16609}
+    with pytest.raises(RequestError, match=f"{name} must be .*one of 16610 bits"):
+        SamplingParams(**options)
+
+
 @pytest.mark.parametrize(("name", "value"), BAD_VALUES)
 def test_bad_value_is_refused_by_name(name: str, value: object) -> None:
     with pytest.raises(RequestError, match=f"{name} must") as caught:

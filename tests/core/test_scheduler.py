@@ -2,7 +2,9 @@
 
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -845,6 +847,66 @@ def test_many_requests_give_what_each_gives_alone(policy: str, depth: int) -> No
     assert scheduler.num_free_blocks == 12
 
 
+class SignalError(Exception):
+    """What the handler of a signal raises, between any two lines."""
+
+
+def raising_at_line(function: Callable[[Step], StepPlan], line: int) -> Callable[[Step], StepPlan]:
+    """A function that is interrupted where its own lines, and those it calls, are so many."""
+
+    def call(step: Step) -> StepPlan:
+        left, before = line, sys.gettrace()
+
+        def trace(frame: FrameType, event: str, arg: object) -> Any:  # noqa: ANN401
+            nonlocal left
+            left -= event == "line"
+            if event == "line" and left == 0:
+                raise SignalError
+            return trace
+
+        sys.settrace(trace)
+        try:
+            return function(step)
+        finally:
+            sys.settrace(before)
+
+    return call
+
+
+@pytest.mark.parametrize("line", range(1, 40, 2))
+def test_what_a_signal_raises_while_a_plan_is_made_costs_no_request(
+    line: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = Scheduler(SchedulerConfig(12, 4, max_num_seqs=4, max_num_batched_tokens=9))
+    oracle = KVOracle(12, 4)
+    prompts = [[i] * (1 + 3 * i % 7) for i in range(8)]
+    sequences = [scheduler.add(prompt, SamplingParams(max_tokens=6)) for prompt in prompts]
+    original, num_plans = Step.plan, 0
+
+    def plan(step: Step) -> StepPlan:
+        nonlocal num_plans
+        num_plans += 1
+        make = raising_at_line(original, line) if num_plans in (2, 5, 6) else original
+        return make(step)
+
+    monkeypatch.setattr(Step, "plan", plan)
+    aborted: set[int] = set()
+    while scheduler.has_unfinished:
+        try:
+            run_until_idle(scheduler, oracle)
+        except SignalError:
+            scheduler.check_invariants()
+            assert scheduler.num_in_flight == 0
+            # Whoever is aborted now must not run as a ghost of the step that was lost.
+            aborted.add(next(seq.seq_id for seq in sequences if not seq.is_finished))
+            scheduler.abort(max(aborted))
+    assert aborted
+    for seq, prompt in zip(sequences, prompts, strict=True):
+        if seq.seq_id not in aborted:
+            assert seq.output_token_ids == reference_tokens(prompt, 6)
+    assert scheduler.num_free_blocks == 12
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -862,5 +924,16 @@ def test_labels_that_no_policy_could_compare_are_refused(
 ) -> None:
     scheduler = Scheduler(SchedulerConfig(num_blocks=8))
     with pytest.raises(RequestError, match=message):
+        scheduler.add([1, 2], **options)
+    assert not scheduler.has_unfinished
+
+
+@pytest.mark.parametrize(
+    "name", ["priority", "predicted_output_tokens", "arrival_time", "deadline"]
+)
+def test_an_integer_too_long_to_be_written_out_is_refused_by_name(name: str) -> None:
+    scheduler = Scheduler(SchedulerConfig(num_blocks=8))
+    options: dict[str, Any] = {name: 1 << 16609}
+    with pytest.raises(RequestError, match=f"{name} must be an integer.*one of 16610 bits"):
         scheduler.add([1, 2], **options)
     assert not scheduler.has_unfinished

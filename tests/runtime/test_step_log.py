@@ -10,8 +10,9 @@ import pytest
 import nv_core.step_log
 import tiny_checkpoints
 from nv_core import ConfigError, SamplingParams, StepPlan
-from nv_core.step_log import StepLog, read_step_log
+from nv_core.step_log import RequestRecord, StepLog, StepLogWriter, read_step_log
 from nv_runtime import LLM
+from tiny_engines import assert_idle
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +153,33 @@ def test_a_dropped_and_an_aborted_request_end_in_the_log(checkpoint: Path, tmp_p
         stream.close()
     log = read_step_log(path)
     assert [r.finish_reason for r in log.requests.values()] == ["abort", "abort"]
+
+
+@pytest.mark.parametrize("num_noted", [0, 1])
+def test_a_request_that_cannot_be_noted_leaves_a_log_that_can_be_read(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_noted: int
+) -> None:
+    path = tmp_path / "log.jsonl"
+    original, calls = StepLogWriter.add_request, 0
+
+    def fail(writer: StepLogWriter, request: RequestRecord) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > num_noted:
+            raise ValueError("cannot be written out")
+        original(writer, request)
+
+    several = SamplingParams(n=2, temperature=0.5, max_tokens=2)
+    with make_llm(checkpoint, path) as llm:
+        with monkeypatch.context() as patch:
+            patch.setattr(StepLogWriter, "add_request", fail)
+            with pytest.raises(ValueError, match="cannot be written out"):
+                llm.generate(prompts_of([5]), several, use_tqdm=False)
+        assert_idle(llm._open_parts().engine, num_blocks=20)
+        llm.generate(prompts_of([6]), several, use_tqdm=False)
+    log = read_step_log(path)
+    reasons = [request.finish_reason for request in log.requests.values()]
+    assert reasons == ["abort"] * num_noted + ["length", "length"]
 
 
 def test_a_failed_step_ends_its_requests_in_the_log(checkpoint: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from nv_core.block_hash import pack_tokens, unpack_tokens
 from nv_core.config import SchedulerConfig
 from nv_core.errors import RequestError
+from nv_core.integers import MAX_INTEGER, check_integer
 
 
 def check_prompt(
@@ -54,8 +55,11 @@ def check_time(name: str, value: float | None) -> None:
     Raises:
         RequestError: It is neither None nor a number.
     """
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if value is not None and (not is_number or isnan(value)):
+    if value is None:
+        return
+    if isinstance(value, int):
+        check_integer(name, value, minimum=-MAX_INTEGER, hint="seconds of the caller's clock")
+    elif not isinstance(value, float) or isnan(value):
         raise RequestError(f"{name} must be seconds of the caller's clock, or None, got {value!r}")
 
 
@@ -65,8 +69,7 @@ def check_labels(*, request_id: str | None, priority: int, user: str | None) -> 
     Raises:
         RequestError: One is not of its kind.
     """
-    if not isinstance(priority, int) or isinstance(priority, bool):
-        raise RequestError(f"priority must be an integer, lower is more urgent, got {priority!r}")
+    check_integer("priority", priority, minimum=-MAX_INTEGER, hint="lower is more urgent")
     for name, value in (("request_id", request_id), ("user", user)):
         if value is not None and not isinstance(value, str):
             raise RequestError(f"{name} must be a str or None, got {value!r}")
@@ -78,11 +81,8 @@ def check_prediction(predicted_output_tokens: int | None) -> None:
     Raises:
         RequestError: It is neither None nor a number of tokens.
     """
-    value = predicted_output_tokens
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
-        raise RequestError(
-            f"predicted_output_tokens must be an integer of at least 0, or None, got {value!r}"
-        )
+    if predicted_output_tokens is not None:
+        check_integer("predicted_output_tokens", predicted_output_tokens, minimum=0)
 
 
 def _is_token_id(value: Any, limit: int) -> bool:  # noqa: ANN401 - that is what is checked here

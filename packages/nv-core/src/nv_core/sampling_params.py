@@ -13,6 +13,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from nv_core.errors import RequestError
+from nv_core.integers import check_integer, shown
 from nv_core.keywords import refuse_unknown_keywords
 
 GREEDY_TEMPERATURE = 1e-5
@@ -120,7 +121,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         """Checks every field; turns lists into tuples, and -1 into what it stands for."""
         self._normalise()
-        _check_integer("n", self.n, minimum=1, maximum=MAX_ANSWERS)
+        check_integer("n", self.n, minimum=1, maximum=MAX_ANSWERS)
         self._check_numbers()
         self._check_lengths()
         for name in (
@@ -165,17 +166,17 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             _check_number(name, getattr(self, name), minimum=-2.0, maximum=2.0)
         _check_number("repetition_penalty", self.repetition_penalty, minimum=0.0, open_minimum=True)
-        _check_integer("top_k", self.top_k, minimum=0, hint="0 or -1 keeps every token")
+        check_integer("top_k", self.top_k, minimum=0, hint="0 or -1 keeps every token")
         if self.seed is not None:
-            _check_integer("seed", self.seed, minimum=-(2**63), maximum=2**64 - 1)
+            check_integer("seed", self.seed, minimum=-(2**63), maximum=2**64 - 1)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _check_integer(name, getattr(self, name), minimum=-1, hint="-1 returns all tokens")
+                check_integer(name, getattr(self, name), minimum=-1, hint="-1 returns all tokens")
 
     def _check_lengths(self) -> None:
-        _check_integer("min_tokens", self.min_tokens, minimum=0)
+        check_integer("min_tokens", self.min_tokens, minimum=0)
         if self.max_tokens is not None:
-            _check_integer("max_tokens", self.max_tokens, minimum=1, hint="None means no limit")
+            check_integer("max_tokens", self.max_tokens, minimum=1, hint="None means no limit")
             if self.min_tokens > self.max_tokens:
                 raise RequestError(
                     f"min_tokens={self.min_tokens} is greater than max_tokens={self.max_tokens}; "
@@ -249,7 +250,7 @@ def _token_ids(name: str, value: Iterable[int] | None) -> tuple[int, ...]:
         return ()
     ids = tuple(_plain_number(token_id) for token_id in _items(name, value, "token ids"))
     for token_id in ids:
-        _check_integer(name, token_id, minimum=0)
+        check_integer(name, token_id, minimum=0)
     return ids
 
 
@@ -263,7 +264,7 @@ def _logit_bias(value: Mapping[int, float] | None) -> dict[int, float] | None:
     for key, bias in value.items():
         is_text = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20
         token_id = int(key) if is_text else _plain_number(key)
-        _check_integer("logit_bias", token_id, minimum=0, hint="its keys are token ids")
+        check_integer("logit_bias", token_id, minimum=0, hint="its keys are token ids")
         number = _plain_number(bias)
         is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
         if not is_number or number != number:  # NaN is nothing, itself included
@@ -313,20 +314,6 @@ def _check_number(
             return
     bracket = "(" if open_minimum else "["
     upper = "inf)" if maximum is None else f"{maximum:g}]"
-    raise RequestError(f"{name} must be a number in {bracket}{minimum:g}, {upper}, got {value!r}")
-
-
-def _check_integer(
-    name: str,
-    value: Any,  # noqa: ANN401 - a caller may pass anything; that is what is checked here
-    *,
-    minimum: int,
-    maximum: int | None = None,
-    hint: str = "",
-) -> None:
-    is_integer = isinstance(value, int) and not isinstance(value, bool)
-    if is_integer and value >= minimum and (maximum is None or value <= maximum):
-        return
-    allowed = f"at least {minimum}" if maximum is None else f"in [{minimum}, {maximum}]"
-    note = f" ({hint})" if hint else ""
-    raise RequestError(f"{name} must be an integer {allowed}{note}, got {value!r}")
+    raise RequestError(
+        f"{name} must be a number in {bracket}{minimum:g}, {upper}, got {shown(value)}"
+    )

@@ -246,14 +246,16 @@ class Scheduler:
 
         Raises:
             SchedulingError: The policy ran nothing although nothing is in flight to wait for. As
-                with any error that the policy lets out, the scheduler can go on: what the step
-                had granted is taken back.
+                with any error that the policy lets out, or that a signal raises meanwhile, the
+                scheduler can go on: what the step had granted is taken back.
         """
         step = self._step
         step.begin(self._next_step_id)
         self._curtain.is_drawn = True
         try:
             self._policy.schedule(step)
+            # In here as well: where signals raise, that may happen at any line.
+            plan = step.plan()
         except BaseException:
             step.cancel()
             raise
@@ -261,7 +263,7 @@ class Scheduler:
             self._curtain.is_drawn = False
             for seq in step.dropped:
                 self._sequences.pop(seq.seq_id, None)
-        plan = step.finish()
+        step.close(plan)
         if plan.is_empty:
             if self.has_unfinished and not self._in_flight:
                 raise self._stalled()

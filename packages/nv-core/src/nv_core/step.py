@@ -151,10 +151,10 @@ class Step:
         self._admitted = []
         self.budget = self._max_num_batched_tokens
 
-    def finish(self) -> StepPlan:
-        """Ends the step and returns what was granted; for the scheduler."""
-        batch = self._last_batch = self._batch()
-        plan = StepPlan(
+    def plan(self) -> StepPlan:
+        """Says what was granted, and changes nothing; for the scheduler."""
+        batch = self._batch()
+        return StepPlan(
             step_id=self.step_id,
             sequences=batch,
             sampled_seq_ids=batch.sampled_seq_ids,
@@ -171,12 +171,15 @@ class Step:
             num_free_blocks=self._blocks.num_free_blocks,
             num_cached_blocks=self._blocks.num_cached_blocks,
         )
+
+    def close(self, plan: StepPlan) -> None:
+        """Ends the step, whose plan counts from now on; for the scheduler."""
+        self._last_batch = plan.sequences
         self._forget_grants()
         if not plan.is_empty:
             self._preempted = []
             self._dropped = []
             self._released = []
-        return plan
 
     def _reasons(self) -> tuple[tuple[int, WaitReason], ...]:
         """Why sequences got nothing; those that got something after all are left out."""

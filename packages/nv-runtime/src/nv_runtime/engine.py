@@ -212,18 +212,21 @@ class Engine:
                 output_kind=sampling_params.output_kind,
                 arrival_time=arrival,
             )
+            if self._step_log is not None:
+                for seq in sequences:
+                    self._step_log.note_added(seq)
         except BaseException:
             # Without an owner they would run, and nobody would know whose tokens they get.
             for seq in sequences:
                 self.scheduler.abort(seq.seq_id)
+                if self._step_log is not None:
+                    self._step_log.note_withdrawn(seq)
             raise
         self._next_request_number += 1
         self._heap.freeze()
         self._requests[request_id] = request
         for answer in request.answers:
             self._owners[answer.sequence.seq_id] = (request, answer)
-            if self._step_log is not None:
-                self._step_log.note_added(answer.sequence)
         return request
 
     @interrupts_deferred()

@@ -51,8 +51,8 @@ class EngineStepLog:
         """Notes a request that the scheduler has accepted."""
         arrival = now() if seq.arrival_time is None else seq.arrival_time
         request = RequestRecord.of(seq, arrival - self._origin)
-        self._requests[seq.seq_id] = request
         self._write(lambda: self._writer.add_request(request))
+        self._requests[seq.seq_id] = request
 
     def note_launched(self, plan: StepPlan, *, planned: float) -> None:
         """Notes that a plan was handed to the device.
@@ -101,6 +101,11 @@ class EngineStepLog:
         self._write(lambda: self._writer.finish_request(request))
         if not self._requests:
             self._write(self._writer.flush)
+
+    def note_withdrawn(self, seq: Sequence) -> None:
+        """Notes the end of a request that failed while it was added, if it was noted at all."""
+        if seq.seq_id in self._requests:
+            self.note_finished(seq)
 
     def close(self) -> None:
         """Closes the file; calling it again does nothing."""
