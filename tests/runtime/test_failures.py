@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import tiny_checkpoints
-from nv_core import RequestError, SamplingParams, Scheduler, Step
+from nv_core import RequestError, SamplingParams, Scheduler, Sequence, Step
 from nv_core.policies import Mixed
 from nv_runtime import LLM
 from nv_runtime.answer import Answer
@@ -256,6 +256,73 @@ def test_an_interrupt_among_many_prompts_waits_for_one_of_them(
         llm.generate(["a fox"] * 50, GREEDY, use_tqdm=False)
     assert seen == 3
     assert_idle(llm)
+
+
+class InterruptedBar:
+    """A progress bar under which the user presses Ctrl-C when the first request has ended."""
+
+    def __init__(self, closed: list[InterruptedBar]) -> None:
+        self._closed = closed
+
+    def set_postfix_str(self, *_: object, **__: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    def close(self) -> None:
+        self._closed.append(self)
+
+
+def generate_and_interrupt(llm: LLM) -> None:
+    closed: list[InterruptedBar] = []
+    uneven = [GREEDY.clone(max_tokens=count) for count in (2, 8, 8, 8)]
+    try:
+        llm.generate(
+            ["the fox", "a dog", "1 2 3", "sea"],
+            uneven,
+            use_tqdm=lambda **_: InterruptedBar(closed),
+        )
+    finally:
+        assert closed
+
+
+def generate_from_a_bad_list(llm: LLM) -> None:
+    llm.generate(["the fox", "a dog", "sea", {3: 4}], GREEDY)  # type: ignore[arg-type]
+
+
+def close_a_stream(llm: LLM) -> None:
+    with llm.stream(["the fox", "a dog", "1 2 3", "sea"], GREEDY) as stream:
+        next(stream)
+
+
+def abort_all(llm: LLM) -> None:
+    stream = llm.stream(["the fox", "a dog", "1 2 3", "sea"], GREEDY)
+    next(stream)
+    llm.llm_engine.abort_all()
+
+
+@pytest.mark.parametrize(
+    "call", [generate_and_interrupt, generate_from_a_bad_list, close_a_stream, abort_all]
+)
+def test_interrupts_while_requests_are_aborted_leave_none_behind(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, call: Callable[[LLM], None]
+) -> None:
+    """An impatient user presses Ctrl-C again and again."""
+    expected = answers(llm)
+    abort, num_aborted = Scheduler.abort, 0
+
+    def interrupted(scheduler: Scheduler, seq_id: int) -> Sequence | None:
+        nonlocal num_aborted
+        num_aborted += 1
+        signal.raise_signal(signal.SIGINT)
+        return abort(scheduler, seq_id)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Scheduler, "abort", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            call(llm)
+    assert num_aborted >= 3
+    llm.llm_engine.step()  # collects what is still in flight
+    assert_idle(llm)
+    assert answers(llm) == expected
 
 
 @pytest.mark.parametrize("where", ["__init__", "set_postfix_str", "update", "close"])

@@ -237,12 +237,21 @@ class Engine:
             The request, or None if there was nothing to abort.
         """
         request = self._requests.get(request_id)
-        if request is None:
-            return None
-        for answer in request.answers:
-            if self.scheduler.abort(answer.sequence.seq_id) is not None:
-                self._note_progress(answer.sequence.seq_id, sampled=False)
+        if request is not None:
+            self._abort(request)
         return request
+
+    @interrupts_deferred()
+    def abort_unfinished(self, requests: Iterable[Request]) -> None:
+        """Ends those of some requests that have not ended.
+
+        An interrupt from the keyboard takes effect when all have, so that none is left behind that
+        nobody would know of any more.
+        """
+        for request in requests:
+            # The id of one that has ended may be another's by now.
+            if not request.is_finished:
+                self._abort(request)
 
     @property
     def num_graphs_ahead(self) -> int:
@@ -255,20 +264,25 @@ class Engine:
         return self.runner.capture_next_graph()
 
     def abort_all(self) -> None:
-        """Ends every request."""
-        for request_id in list(self._requests):
-            self.abort_request(request_id)
+        """Ends every request; an interrupt from the keyboard takes effect when all have ended."""
+        self.abort_unfinished(list(self._requests.values()))
 
     def close(self) -> None:
         """Ends every request, the step log, and the ranks if there are several."""
         try:
-            self.abort_all()
-            if self._step_log is not None:
-                self._step_log.close()
-            if self._start_times is not None:
-                self._start_times.close()
+            with interrupts_deferred():
+                self.abort_all()
+                if self._step_log is not None:
+                    self._step_log.close()
+                if self._start_times is not None:
+                    self._start_times.close()
         finally:
             self.runner.shutdown()
+
+    def _abort(self, request: Request) -> None:
+        for answer in request.answers:
+            if self.scheduler.abort(answer.sequence.seq_id) is not None:
+                self._note_progress(answer.sequence.seq_id, sampled=False)
 
     def _free_id(self, request_id: str | None) -> str:
         if request_id is None:

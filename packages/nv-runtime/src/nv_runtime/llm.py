@@ -380,9 +380,11 @@ class LLM:
                 for request in progress.update():
                     outputs[request.request_id] = request.take_output()
         finally:
-            self._abort_unfinished(requests)
-            if progress is not None:
-                progress.close()
+            try:
+                self._abort_unfinished(requests)
+            finally:
+                if progress is not None:
+                    progress.close()
         return [outputs[request.request_id] for request in requests]
 
     def _open_parts(self) -> EngineParts:
@@ -391,11 +393,8 @@ class LLM:
         return self._parts
 
     def _abort_unfinished(self, requests: list[Request]) -> None:
-        if self._parts is None:
-            return
-        for request in requests:
-            if not request.is_finished:
-                self._parts.engine.abort_request(request.request_id)
+        if self._parts is not None:
+            self._parts.engine.abort_unfinished(requests)
 
 
 class _Progress:

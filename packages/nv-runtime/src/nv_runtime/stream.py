@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from types import TracebackType
 
 from nv_runtime.engine import Engine
+from nv_runtime.interrupts import interrupts_deferred
 from nv_runtime.one_thread import OneThread
 from nv_runtime.outputs import RequestOutput
 from nv_runtime.request import Request
@@ -67,11 +68,9 @@ class OutputStream(Iterator[RequestOutput]):
                 self._abort()
 
     def _abort(self) -> None:
-        requests, self._open = self._open, deque()
-        for request in requests:
-            # The id of one that has ended may be another's by now.
-            if not request.is_finished:
-                self._engine.abort_request(request.request_id)
+        with interrupts_deferred():
+            self._engine.abort_unfinished(self._open)
+            self._open.clear()
 
     def __enter__(self) -> OutputStream:
         return self

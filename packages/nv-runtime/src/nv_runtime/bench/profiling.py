@@ -137,9 +137,7 @@ def profile_steps(
                     engine.step()
                 num_profiled += 1
     finally:
-        for request in requests:
-            if not request.is_finished:
-                engine.abort_request(request.request_id)
+        engine.abort_unfinished(requests)
         engine.step()  # collects what is still in flight
     if path is not None and num_profiled:
         profiler.export_chrome_trace(str(path))
