@@ -119,6 +119,22 @@ def hang(*_: object, **__: object) -> Any:  # noqa: ANN401 - stands for any func
     time.sleep(1000)
 
 
+def also_in_a_forked_child(original: Callable[..., Any], *args: Any, **options: Any) -> Any:  # noqa: ANN401
+    """Calls a function in a copy of this process first, where the ranks must refuse it."""
+    from nv_runtime.ranks.errors import RankError
+
+    pid = os.fork()
+    if pid == 0:
+        try:
+            original(*args, **options)
+        except RankError as error:
+            os._exit(0 if "forked from it" in str(error) else 2)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    return original(*args, **options)
+
+
 @dataclass(frozen=True)
 class In:
     """Lets a function of a module or class do something else.

@@ -10,7 +10,7 @@ import pytest
 
 import tiny_checkpoints
 from external_ranks_program import STEP_LOG, run_external
-from forked_ranks import In, do_nothing, fail, other_option
+from forked_ranks import In, also_in_a_forked_child, do_nothing, fail, other_option
 from nv_core import ConfigError, SamplingParams
 from nv_core.step_log import read_step_log
 from nv_runtime import LLM, AsyncLLM, EngineConfig
@@ -60,6 +60,19 @@ def test_every_rank_gets_the_answers_of_one(checkpoint: Path, tmp_path: Path, po
     assert [step.step_id for step in log.steps] == list(range(len(log.steps)))
     assert sum(len(step.sampled) for step in log.steps) == 30
     assert not log.is_truncated
+
+
+@pytest.mark.parametrize("name", ["launch", "collect"])
+def test_a_forked_child_of_a_rank_is_refused(
+    checkpoint: Path, tmp_path: Path, port: int, name: str
+) -> None:
+    executor = "nv_runtime.ranks.external_ranks:ExternalExecutor"
+    forking = In(executor, name, also_in_a_forked_child, 2)
+    results = run_external(
+        tmp_path, checkpoint, [[PROMPTS]] * 2, port=port, faults=[forking, do_nothing]
+    )
+    assert "error" not in results[0]
+    assert results[0] == results[1]
 
 
 def test_ranks_that_plan_different_things_are_told(

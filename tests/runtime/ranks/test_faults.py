@@ -219,6 +219,24 @@ def test_a_rank_that_fails_in_a_step(
     llm.shutdown()
 
 
+def test_every_call_that_needs_the_ranks_tells_what_they_failed_of(
+    start: Callable[..., LLM],
+) -> None:
+    with start(In(*LAUNCH, fail, 1)) as llm:
+        calls: list[Callable[[], object]] = [
+            lambda: answers(llm),
+            lambda: llm.generate([], GREEDY),
+            lambda: llm.stream(PROMPTS, GREEDY),
+            lambda: llm.stream([], GREEDY),
+            llm.reset_prefix_cache,
+            llm.capture_graphs,
+        ]
+        for call in calls:
+            with pytest.raises(RankError, match=r"(?s)rank 1 failed:.*a fault of this rank alone"):
+                call()
+        assert not llm.llm_engine.has_work
+
+
 def test_the_process_stays_usable(start: Callable[..., LLM], expected: list[list[int]]) -> None:
     broken = start(In(*LAUNCH, die, 2))
     with pytest.raises(RankError):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -68,6 +70,35 @@ llm = make()
 tell(pids=pids(llm))
 while True:
     answer(llm)
+"""
+
+FORKED = """
+llm = make()
+expected = answer(llm)
+stream = llm.stream([[5, 6, 7]], params)
+next(stream)
+pid = os.fork()
+if pid == 0:
+    calls = {
+        "generate": lambda: answer(llm),
+        "next": lambda: next(stream),
+        "stream": lambda: llm.stream([[5, 6, 7]], params),
+        "reset_prefix_cache": llm.reset_prefix_cache,
+        "capture_graphs": llm.capture_graphs,
+    }
+    errors = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except RuntimeError as error:
+            errors[name] = f"{type(error).__name__}: {error}"
+    tell(errors=errors)
+    if ENDS == "shutdown":
+        llm.shutdown()
+    sys.exit(0)
+os.waitpid(pid, 0)
+tell(streamed=list(list(stream)[-1].outputs[0].token_ids), tokens=answer(llm), expected=expected)
+tell(pids=pids(llm))
 """
 
 
@@ -167,3 +198,26 @@ def test_an_interrupt_from_the_keyboard_reaches_the_parent_alone(checkpoint: Pat
     assert errors.rstrip().endswith("KeyboardInterrupt")
     assert "RankError" not in errors
     wait_until(lambda: not any(map(is_running, pids)))
+
+
+@pytest.mark.parametrize("ends", ["shutdown", "exit"])
+def test_a_forked_child_is_refused_and_leaves_its_parent_alone(checkpoint: Path, ends: str) -> None:
+    before = shared_memory()
+    process = run(checkpoint, f"ENDS = {ends!r}\n{FORKED}")
+    # Without the refusal the child waits for ever.
+    watchdog = threading.Timer(60, os.killpg, (process.pid, signal.SIGKILL))
+    watchdog.start()
+    try:
+        errors = told(process)["errors"]
+        facts = told(process)
+        pids = told(process)["pids"]
+        output = process.communicate(timeout=60)[1]
+    finally:
+        watchdog.cancel()
+    assert set(errors) == {"generate", "next", "stream", "reset_prefix_cache", "capture_graphs"}
+    for error in errors.values():
+        assert re.match(r"RankError: this engine's ranks belong to process \d+, and this is", error)
+    assert facts["tokens"] == facts["streamed"] == facts["expected"]
+    assert process.returncode == 0, output
+    assert not any(map(is_running, pids))
+    assert shared_memory() <= before

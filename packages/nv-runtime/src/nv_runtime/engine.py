@@ -253,6 +253,10 @@ class Engine:
             if not request.is_finished:
                 self._abort(request)
 
+    def check(self) -> None:
+        """Raises the reason why no more steps can be run; see `Executor`."""
+        self.runner.check()
+
     @property
     def num_graphs_ahead(self) -> int:
         """See `Executor`."""

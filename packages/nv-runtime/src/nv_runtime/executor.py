@@ -18,6 +18,9 @@ class Executor(Protocol):
     No interrupt from the keyboard falls into a call: the engine holds it back until its step ends.
     """
 
+    def check(self) -> None:
+        """Raises the reason why no more steps can be run, if it is known and there is one."""
+
     def launch(self, plan: StepPlan) -> StepHandle:
         """Starts a step; after an error, `reset` must come before the next launch."""
 

@@ -246,7 +246,7 @@ class LLM:
             ConcurrentUseError: Another thread is using this `LLM`.
         """
         with self._one_thread:
-            self._open_parts().engine.scheduler.reset_prefix_cache()
+            self._serving_engine().scheduler.reset_prefix_cache()
         return True
 
     def capture_graphs(self, *, use_tqdm: bool = True) -> int:
@@ -268,7 +268,7 @@ class LLM:
             ConcurrentUseError: Another thread is using this `LLM`.
         """
         with self._one_thread:
-            return capture_graphs(self._open_parts().engine, show_progress=use_tqdm)
+            return capture_graphs(self._serving_engine(), show_progress=use_tqdm)
 
     def get_tokenizer(self) -> Tokenizer:
         """Returns the model's tokenizer.
@@ -338,6 +338,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: int | Sequence[int] | None,
     ) -> list[Request]:
+        engine = self._serving_engine()
         parts = self._open_parts()
         items = split_prompts(prompts)
         params = split_sampling_params(sampling_params, parts.default_sampling_params, len(items))
@@ -348,7 +349,7 @@ class LLM:
                 tokenized = tokenize_prompt(item, parts.tokenizer)
                 # An interrupt waits until the request that the engine has is in the list.
                 with interrupts_deferred():
-                    request = parts.engine.add_request(tokenized, item_params, priority=urgency)
+                    request = engine.add_request(tokenized, item_params, priority=urgency)
                     requests.append(request)
         except BaseException as error:
             self._abort_unfinished(requests)
@@ -391,6 +392,12 @@ class LLM:
         if self._parts is None:
             raise RequestError("this LLM has been shut down; make a new one")
         return self._parts
+
+    def _serving_engine(self) -> Engine:
+        """Returns the engine; raises what it has failed of for good."""
+        engine = self._open_parts().engine
+        engine.check()
+        return engine
 
     def _abort_unfinished(self, requests: list[Request]) -> None:
         if self._parts is not None:

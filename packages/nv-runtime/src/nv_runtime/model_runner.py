@@ -167,6 +167,9 @@ class ModelRunner:
         with self._on_device():
             return self._decode_graphs.capture_next(self._batch.batch)
 
+    def check(self) -> None:
+        """See `Executor`: a step that failed leaves nothing that is in the way of the next."""
+
     def reset(self) -> None:
         """Forgets every sequence, after a step that failed; the next plans bring them anew.
 

@@ -26,7 +26,7 @@ from nv_models import TensorParallel
 from nv_runtime.engine_config import EngineConfig
 from nv_runtime.model_runner import ModelRunner, StepHandle
 from nv_runtime.ranks.agreement import Agreement
-from nv_runtime.ranks.errors import RankError
+from nv_runtime.ranks.errors import RankError, refuse_forked_child
 from nv_runtime.ranks.plan_encoder import PlanEncoder
 from nv_runtime.ranks.process_group import RankGroup, join_group, resolve_collective_backend
 
@@ -119,10 +119,19 @@ class ExternalExecutor:
         self._runner = runner
         self._group = group
         self._store = store
+        self._owner_pid = os.getpid()
         self._encoder = PlanEncoder()
         self._num_collected = 0
         self._num_launched = 0
         self._checksum = 0
+
+    def check(self) -> None:
+        """See `Executor`.
+
+        Raises:
+            RankError: This is not the process that joined the ranks.
+        """
+        refuse_forked_child(self._owner_pid)
 
     def launch(self, plan: StepPlan) -> StepHandle:
         """See `Executor`.
@@ -130,6 +139,8 @@ class ExternalExecutor:
         Raises:
             RankError: Another rank failed, or plans something else.
         """
+        # Not inside: the other ranks go on.
+        self.check()
         with self._telling_others():
             message = self._encoder.encode(plan, num_collected=self._num_collected)
             self._num_collected = 0
@@ -141,6 +152,7 @@ class ExternalExecutor:
 
     def collect(self, handle: StepHandle) -> dict[int, int]:
         """See `Executor`."""
+        self.check()
         with self._telling_others():
             tokens = self._runner.collect(handle)
         self._num_collected += 1
@@ -153,6 +165,7 @@ class ExternalExecutor:
 
     def capture_next_graph(self) -> bool:
         """See `Executor`; every rank has to call it at the same point of the program."""
+        self.check()
         with self._telling_others():
             return self._runner.capture_next_graph()
 
@@ -164,7 +177,8 @@ class ExternalExecutor:
 
     def shutdown(self) -> None:
         """See `Executor`."""
-        self._group.abort(self._runner.graphs)
+        if os.getpid() == self._owner_pid:
+            self._group.abort(self._runner.graphs)
 
     def _compare(self) -> None:
         host = self._group.host

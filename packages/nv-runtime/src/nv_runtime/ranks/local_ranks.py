@@ -25,7 +25,7 @@ from nv_runtime.engine_config import EngineConfig
 from nv_runtime.interrupts import interrupts_deferred
 from nv_runtime.model_runner import ModelRunner, StepHandle
 from nv_runtime.ranks.agreement import Agreement
-from nv_runtime.ranks.errors import RankError
+from nv_runtime.ranks.errors import RankError, refuse_forked_child
 from nv_runtime.ranks.plan_encoder import PlanEncoder
 from nv_runtime.ranks.process_group import (
     RankGroup,
@@ -115,6 +115,14 @@ class LocalExecutor:
         """Process ids of the other ranks."""
         return [process.pid for process in self._group.processes]
 
+    def check(self) -> None:
+        """See `Executor`.
+
+        Raises:
+            RankError: A rank is gone, or this is not the process that started them.
+        """
+        self._group.check()
+
     def launch(self, plan: StepPlan) -> StepHandle:
         """Starts a step on every rank; see `Executor`.
 
@@ -136,6 +144,7 @@ class LocalExecutor:
         Raises:
             RankError: A rank is gone; the message says which, and why.
         """
+        self._group.check()
         with self._all_or_none(Exception):
             tokens = self._runner.collect(handle)
             # The collectives of a group that was taken down end with any result.
@@ -278,7 +287,8 @@ class _Group:
         self._is_serving = True
 
     def check(self) -> None:
-        """Raises if a rank is gone, or all were ended."""
+        """Raises if a rank is gone, all were ended, or they are another process's."""
+        refuse_forked_child(self._owner_pid)
         if self._is_closed:
             raise RankError("the ranks of this engine have been shut down; make a new one")
         self._watch.check()
