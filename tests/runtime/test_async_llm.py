@@ -243,6 +243,20 @@ def test_abort_by_name_answers_the_one_who_iterates(llm: AsyncLLM) -> None:
     run(main())
 
 
+def test_abort_of_what_is_no_name_ends_nothing(llm: AsyncLLM) -> None:
+    async def main() -> None:
+        task = await begun(llm.generate("the quick", ENDLESS, "a"))
+        values: list[Any] = [5, None, [["a"]], ["a", 5], b"a", {"a": 1}.items()]
+        for value in values:
+            with pytest.raises(RequestError, match=r"request_id must be a str or several, got .+"):
+                await llm.abort(value)
+        assert (await task)[-1].outputs[0].finish_reason == "length"
+        await llm.abort(name for name in ("a", "b"))
+        await settled(llm)
+
+    run(main())
+
+
 def test_who_waits_in_the_queue_can_be_aborted_too(checkpoint: Path) -> None:
     async def main() -> None:
         async with AsyncLLM(str(checkpoint), **options(max_num_seqs=1)) as llm:

@@ -258,5 +258,8 @@ def test_what_is_no_path_is_refused(checkpoint: Path) -> None:
 def test_a_file_that_cannot_be_made_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"step_log=.*does not exist; make the folder"):
         LLM("no/such/model", step_log=tmp_path / "none" / "log.jsonl")
+    for name in ("a\0b", "a\ud800b"):
+        with pytest.raises(ConfigError, match=r"step_log=.* is no path \(.*name another file"):
+            LLM("no/such/model", step_log=name)
     with pytest.raises(ConfigError, match=r"step_log=.*is a folder"):
         LLM("no/such/model", step_log=tmp_path)

@@ -7,7 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
@@ -196,6 +198,21 @@ def test_token_bytes_spell_the_text(ours: dict[str, Tokenizer], kind: str) -> No
     text = "naïve 世界 🌶"
     ids = ours[kind].encode(text, add_special_tokens=False)
     assert b"".join(ours[kind].token_bytes(token_id) for token_id in ids) == text.encode()
+
+
+@pytest.mark.parametrize("kind", BYTE_LEVEL_KINDS)
+def test_one_token_is_decoded_as_a_list_of_it_is(ours: dict[str, Tokenizer], kind: str) -> None:
+    tokenizer = ours[kind]
+    (token_id,) = tokenizer.encode("a", add_special_tokens=False)
+    for one in (token_id, np.int64(token_id), np.array(token_id), torch.tensor(token_id)):
+        assert tokenizer.decode(one) == "a"
+    for several in ((token_id, token_id), np.array([token_id] * 2), iter([token_id] * 2)):
+        assert tokenizer.decode(several) == "aa"
+    assert tokenizer.decode(10**30) == tokenizer.decode([2**32, -1]) == ""
+    values: list[Any] = ["ab", ["a"], None, 5.0, [5.5], [[token_id]], torch.tensor([[1, 2]])]
+    for value in values:
+        with pytest.raises(RequestError, match="token_ids must be a token id or several"):
+            tokenizer.decode(value)
 
 
 def test_text_that_is_no_text_is_refused(ours: dict[str, Tokenizer]) -> None:

@@ -17,7 +17,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from nv_core import ConfigError, SamplingParams
+from nv_core import ConfigError, RequestError, SamplingParams
 from nv_runtime.builder import EngineParts, build_engine
 from nv_runtime.capture_ahead import capture_graphs
 from nv_runtime.conversation import Message, render_conversation
@@ -196,9 +196,11 @@ class AsyncLLM:
 
         Args:
             request_id: One name or several; unknown and finished requests are left alone.
+
+        Raises:
+            RequestError: It is neither; no request is ended.
         """
-        names = [request_id] if isinstance(request_id, str) else list(request_id)
-        await asyncio.wrap_future(self._thread.abort(names))
+        await asyncio.wrap_future(self._thread.abort(_names(request_id)))
 
     async def reset_prefix_cache(self) -> None:
         """Makes everything that was computed so far unfindable for later requests."""
@@ -277,3 +279,12 @@ class AsyncLLM:
         traceback: TracebackType | None,
     ) -> None:
         self.shutdown()
+
+
+def _names(request_id: str | Iterable[str]) -> list[str]:
+    names: list[object]
+    if isinstance(request_id, Iterable):
+        names = [request_id] if isinstance(request_id, str) else list(request_id)
+        if all(isinstance(name, str) for name in names):
+            return [str(name) for name in names]
+    raise RequestError(f"request_id must be a str or several, got {request_id!r}")

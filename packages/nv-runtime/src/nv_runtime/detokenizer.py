@@ -90,7 +90,7 @@ class TokenBytes:
         piece = known.get(token_id)
         if piece is None:
             # A model's vocabulary is often padded to a round size: those ids have no text.
-            token = self._backend.id_to_token(token_id) if token_id >= 0 else None
+            token = self._backend.id_to_token(token_id) if 0 <= token_id < 2**32 else None
             piece = _NO_TEXT if token is None else self._rules.apply(token, first=first)
             known[token_id] = piece
         return piece

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from os import PathLike
 from pathlib import Path
@@ -340,6 +341,14 @@ class EngineConfig:
         if not isinstance(self.step_log, str):
             raise ConfigError(f"step_log must be a path or None, got {self.step_log!r}")
         path = Path(self.step_log)
+        try:
+            with suppress(OSError):
+                os.lstat(path)
+        except ValueError as error:
+            # A NUL character, or one that the file system's encoding lacks.
+            raise ConfigError(
+                f"step_log={self.step_log!r} is no path ({error}); name another file"
+            ) from error
         if os.path.isdir(path):
             raise ConfigError(f"step_log={self.step_log!r} is a folder; name a file in it")
         if not os.path.isdir(path.parent):

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
+from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -142,10 +143,18 @@ class Tokenizer:
                 "text; remove it (it often comes from a file decoded in the wrong way)."
             ) from error
 
-    def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """Returns the text of some tokens; ids that the tokenizer does not have add nothing."""
+    def decode(self, token_ids: int | Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """Returns the text of some tokens; ids that the tokenizer does not have add nothing.
+
+        Args:
+            token_ids: One id or several, as integers of any library.
+            skip_special_tokens: Whether special tokens add no text.
+
+        Raises:
+            RequestError: They are no integers.
+        """
         decoder = self.stream_decoder(skip_special_tokens=skip_special_tokens)
-        return decoder.push(token_ids) + decoder.finish()
+        return decoder.push(_token_ids(token_ids)) + decoder.finish()
 
     def stream_decoder(
         self,
@@ -254,6 +263,18 @@ class Tokenizer:
             variables=template_kwargs,
         )
         return self.encode(text, add_special_tokens=False) if tokenize else text
+
+
+def _token_ids(token_ids: int | Iterable[int]) -> list[int]:
+    # Arrays with no dimension are integers that look iterable.
+    with suppress(TypeError):
+        return [index(token_ids)]  # type: ignore[arg-type]
+    try:
+        return [index(token_id) for token_id in token_ids]  # type: ignore[union-attr]
+    except TypeError as error:
+        raise RequestError(
+            f"token_ids must be a token id or several, all integers, got {token_ids!r}"
+        ) from error
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
