@@ -45,6 +45,25 @@ def test_counts_must_be_positive_integers(name: str, value: object) -> None:
         SchedulerConfig(**fields)
 
 
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        ("num_blocks", 2**24),
+        ("block_size", 2**31 - 1),
+        ("max_num_seqs", 2**31 - 1),
+        ("max_num_batched_tokens", 2**31 - 1),
+        ("max_model_len", 2**31 - 1),
+        ("vocab_size", 2**31 - 1),
+    ],
+)
+def test_sizes_that_no_machine_has_are_refused(name: str, most: int) -> None:
+    fields: dict[str, Any] = {"num_blocks": 4}
+    assert getattr(SchedulerConfig(**{**fields, name: most}), name) == most
+    for value in (most + 1, 10**20, 10**30):
+        with pytest.raises(ConfigError, match=f"{name} must be at most {most}, got {value}; "):
+            SchedulerConfig(**{**fields, name: value})
+
+
 @pytest.mark.parametrize("name", ["max_model_len", "vocab_size"])
 def test_optional_limits_may_be_none_but_not_zero(name: str) -> None:
     SchedulerConfig(num_blocks=4, **{name: None})  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from collections import deque
 import pytest
 import torch
 
-from nv_core import SamplingParams, Scheduler, SchedulerConfig, StepPlan
+from nv_core import CapacityError, SamplingParams, Scheduler, SchedulerConfig, StepPlan
 from nv_runtime.device_batch import (
     FIRST_BLOCK,
     IS_ACTIVE,
@@ -29,10 +29,10 @@ MAX_NUM_SEQS = 5
 MAX_BLOCKS = 12
 
 
-def make_batch() -> DeviceBatch:
+def make_batch(max_num_seqs: int = MAX_NUM_SEQS) -> DeviceBatch:
     return DeviceBatch(
-        max_num_seqs=MAX_NUM_SEQS,
-        max_batch=MAX_NUM_SEQS,
+        max_num_seqs=max_num_seqs,
+        max_batch=max_num_seqs,
         max_blocks=MAX_BLOCKS,
         vocab_size=50,
         device=torch.device("cpu"),
@@ -149,3 +149,19 @@ def test_a_steady_decode_step_uploads_nothing() -> None:
     # 39 decode steps; the first names the batch, and each sequence needs two more blocks.
     assert device.num_decodes == 39
     assert device.num_uploads == 1 + 3 * 2
+
+
+def test_more_state_than_can_be_addressed_is_refused_before_it_is_allocated() -> None:
+    width = FIRST_BLOCK + MAX_BLOCKS
+    most = (2**31 - 1 - width) // (width + 1)
+    with pytest.raises(CapacityError, match=rf"max_num_seqs={most + 1} .* addressed; lower max_nu"):
+        make_batch(most + 1)
+
+
+def test_state_that_the_device_refuses_names_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("none left")
+
+    monkeypatch.setattr(torch, "zeros", refuse)
+    with pytest.raises(CapacityError, match=r"max_num_seqs=5 rows .* bytes; lower max_num_seqs or"):
+        make_batch()

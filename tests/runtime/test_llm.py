@@ -312,6 +312,18 @@ def test_unknown_options_name_the_nearest(checkpoint: Path) -> None:
     [
         ({"max_model_len": 0}, "max_model_len must be an integer of at least 1"),
         ({"max_model_len": 100_000}, "max_model_len=100000 is more than the 512 positions"),
+        *(
+            ({name: value}, f"{name} must be at most {most}, got {value}; lower it")
+            for name, most in (
+                ("max_num_seqs", 2**16),
+                ("max_num_batched_tokens", 2**31 - 1),
+                ("max_model_len", 2**31 - 1),
+                ("block_size", 2**31 - 1),
+                ("num_gpu_blocks_override", 2**24),
+                ("kv_cache_memory_bytes", 2**63 - 1),
+            )
+            for value in (most + 1, 10**30)
+        ),
         ({"dtype": "int8"}, "dtype must be one of"),
         ({"device": "tpu"}, "device must be"),
         ({"device": "cuda:99"}, "is not there"),

@@ -280,6 +280,17 @@ def test_too_few_steps_are_refused() -> None:
         fit(StepLog(log.header, log.requests, [], log.steps[:5]))
 
 
+def test_too_few_steps_that_are_alike_are_refused() -> None:
+    model = find_model("qwen3-0.6b")
+    log = varied_log(RooflineLatency(model, GPU), model=model)
+    endless = log.steps[3]._replace(done_s=float(2**53))
+    broken = StepLog(log.header, log.requests, [], [*log.steps[:3], endless, *log.steps[4:]])
+    with pytest.raises(ConfigError, match=r"at least 20 steps that are alike, but only \d+ of"):
+        fit(broken)
+    with pytest.raises(ConfigError, match=r"at least 20 steps that are alike, but only \d+ of"):
+        fit_roofline(broken, find_hardware("h100"))
+
+
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_idle_time_is_no_step_s(ahead: int) -> None:
     requests = (WorkRequest(0, 50, 9), WorkRequest(0.01, 50, 9), WorkRequest(900, 50, 9))

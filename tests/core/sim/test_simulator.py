@@ -7,6 +7,7 @@ import gzip
 import json
 import random
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -290,7 +291,7 @@ def test_a_broken_line_is_named(tmp_path: Path, line: str, message: str) -> None
 
 DAMAGES: tuple[Any, ...] = (
     *(None, True, -1, 0, 1.5, 1e308, 10**30, float("nan"), "x", "", [], {}, [[]], [0, 0], [-1]),
-    *([10**9], {"1": [3]}, {"x": [0]}, {"0": [99]}),
+    *(2**53, [10**9], {"1": [3]}, {"x": [0]}, {"0": [99]}),
 )
 """What a field of a damaged or foreign log may hold."""
 
@@ -387,6 +388,25 @@ def test_a_binary_file_is_no_log(tmp_path: Path, name: str, content: bytes) -> N
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(StepLogError, match=r"x\.jsonl.* is no step log"):
+        read_step_log(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        ("num_blocks", 2**24),
+        ("block_size", 2**31 - 1),
+        ("max_num_seqs", 2**31 - 1),
+        ("max_num_batched_tokens", 2**31 - 1),
+    ],
+)
+def test_a_header_has_sizes_that_a_machine_can_have(tmp_path: Path, name: str, most: int) -> None:
+    path = tmp_path / "log.jsonl"
+    log = simulate(Workload("none", ()), small_config(), ConstantLatency(1.0))
+    changes: dict[str, Any] = {name: most + 1}
+    log.header = replace(log.header, **changes)
+    log.save(path)
+    with pytest.raises(StepLogError, match=f"{name} must be at most {most}, got {most + 1}"):
         read_step_log(path)
 
 

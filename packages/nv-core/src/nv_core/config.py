@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass, fields
-from typing import Any
 
 from nv_core.errors import ConfigError
 from nv_core.keywords import refuse_unknown_keywords
 from nv_core.policies import Policy, PrefillFirst, check_policy
+
+MAX_NUM_BLOCKS = 2**24
+"""More KV blocks than any device has memory for; a pool's lists take 64 bytes of the host's memory
+for each, 1 GiB for this many."""
+
+MAX_COUNT = 2**31 - 1
+"""The largest number of tokens or sequences: devices count them in 32 bits."""
 
 
 @dataclass(frozen=True)
@@ -16,7 +22,7 @@ class SchedulerConfig:
     """Limits and choices of one scheduler; nothing in it changes after it is made.
 
     Args:
-        num_blocks: Number of KV blocks in the pool.
+        num_blocks: Number of KV blocks in the pool, at most 2**24. The other sizes are below 2**31.
         block_size: Number of tokens whose keys and values one block holds.
         max_num_seqs: Most sequences that may hold blocks at once.
         max_num_batched_tokens: Token budget of one step. With "prefill_first" it cuts prompts
@@ -60,11 +66,12 @@ class SchedulerConfig:
         if not isinstance(self.eos_token_ids, Iterable) or isinstance(self.eos_token_ids, str):
             raise ConfigError(f"eos_token_ids must be token ids, got {self.eos_token_ids!r}")
         object.__setattr__(self, "eos_token_ids", tuple(self.eos_token_ids))
-        for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens"):
-            _check_positive(name, getattr(self, name))
+        check_size("num_blocks", self.num_blocks, most=MAX_NUM_BLOCKS)
+        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
+            check_size(name, getattr(self, name))
         for name in ("max_model_len", "vocab_size"):
             if getattr(self, name) is not None:
-                _check_positive(name, getattr(self, name))
+                check_size(name, getattr(self, name))
         if self.max_model_len == 1:
             raise ConfigError("max_model_len must be at least 2 (prompt and output), got 1")
         for token_id in self.eos_token_ids:
@@ -90,6 +97,18 @@ class SchedulerConfig:
         return self.findable_copies == "all"
 
 
-def _check_positive(name: str, value: Any) -> None:  # noqa: ANN401 - checked right here
+def check_size(name: str, value: object, *, most: int = MAX_COUNT) -> None:
+    """Raises unless a value is an integer from 1 to `most`.
+
+    Args:
+        name: The field's name.
+        value: What it was given.
+        most: The largest that anything can have.
+
+    Raises:
+        ConfigError: It is not.
+    """
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}")
+    if value > most:
+        raise ConfigError(f"{name} must be at most {most}, got {value}; lower it")

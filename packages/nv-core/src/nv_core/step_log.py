@@ -25,7 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, NamedTuple, Protocol, cast
 
-from nv_core.config import SchedulerConfig
+from nv_core.config import MAX_NUM_BLOCKS, SchedulerConfig, check_size
 from nv_core.errors import NvError
 from nv_core.plan import StepPlan
 from nv_core.sequence import Sequence
@@ -467,9 +467,9 @@ def _read_header(text: str, path: str | PathLike[str]) -> LogHeader:
         is_ours = (values.pop("format"), values.pop("version")) == (FORMAT, VERSION)
         header = LogHeader(**values)
         _check_fields(header)
-        for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens"):
-            if getattr(header, name) < 1:
-                raise ValueError(f"{name} is {getattr(header, name)!r}")
+        check_size("num_blocks", header.num_blocks, most=MAX_NUM_BLOCKS)
+        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
+            check_size(name, getattr(header, name))
     except _UNREADABLE as error:
         raise StepLogError(f"{problem} ({error!r})") from error
     if not is_ours:

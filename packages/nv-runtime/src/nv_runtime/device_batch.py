@@ -22,7 +22,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nv_core import SamplingParams, ScheduledBatch, ScheduledSequence, StepPlan
+from nv_core import CapacityError, SamplingParams, ScheduledBatch, ScheduledSequence, StepPlan
+from nv_core.config import MAX_COUNT
 from nv_kernels import StateColumns
 from nv_runtime.sampling_needs import (
     PLAIN,
@@ -94,11 +95,14 @@ class DeviceBatch:
             vocab_size: Number of token ids.
             device: Where the arena lies.
             seed_of: Gives the key of a sequence's draws, any 64-bit integer.
+
+        Raises:
+            CapacityError: The device cannot allocate that much, or 32 bits cannot address it.
         """
         width = FIRST_BLOCK + max_blocks + max_blocks % 2
         self.padding_row = max_num_seqs
         num_values = (max_num_seqs + 1) * width
-        self._arena = torch.zeros(num_values + max_batch, dtype=torch.int32, device=device)
+        self._arena = _allocate(num_values + max_batch, device, max_num_seqs)
         self.rows = self._arena[:num_values].view(max_num_seqs + 1, width)
         self.batch = self._arena[num_values:]
         self.batch.fill_(self.padding_row)
@@ -250,6 +254,23 @@ class DeviceBatch:
             **{PENALTIES + i: _bits(value) for i, value in enumerate(_penalties(params))},
         }
         return [(row * self._width + column, value) for column, value in columns.items()]
+
+
+def _allocate(num_values: int, device: torch.device, max_num_seqs: int) -> Tensor:
+    advice = "lower max_num_seqs or max_model_len, or raise block_size"
+    # Changes are sent with their places, as int32 too.
+    if num_values > MAX_COUNT:
+        raise CapacityError(
+            f"max_num_seqs={max_num_seqs} rows of state have {num_values} values, more than the "
+            f"{MAX_COUNT} that can be addressed; {advice}"
+        )
+    try:
+        return torch.zeros(num_values, dtype=torch.int32, device=device)
+    except RuntimeError as error:
+        raise CapacityError(
+            f"the device cannot allocate max_num_seqs={max_num_seqs} rows of state, "
+            f"{4 * num_values} bytes; {advice}"
+        ) from error
 
 
 class _StagingBuffers:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nv_core import ConfigError
+from nv_core.config import MAX_COUNT, MAX_NUM_BLOCKS, check_size
 from nv_core.keywords import refuse_unknown_keywords
 from nv_core.policies import check_policy
 from nv_models import LOAD_FORMATS, LoadFormat
@@ -46,6 +47,10 @@ GENERATION_CONFIGS = ("auto", "vllm")
 
 GRAPH_CAPTURES = ("idle", "lazy", "start")
 
+MAX_NUM_SEQS = 2**16
+"""Far more sequences than one device can decode at once; each has a row on the device, and objects
+on the host, from the start."""
+
 MAX_TENSOR_PARALLEL_SIZE = 8
 MAX_RANK_TIMEOUT_S = 7 * 24 * 3600
 
@@ -70,11 +75,11 @@ class EngineConfig:
         max_model_len: Most tokens (prompt and output) of one sequence; None for what the model
             was trained for, which has to fit; "auto" (or -1, as in vLLM) for as much of that as
             fits.
-        max_num_seqs: Most sequences that hold KV blocks at once.
+        max_num_seqs: Most sequences that hold KV blocks at once, up to 65,536.
         max_num_batched_tokens: Token budget of one step.
         block_size: Tokens per KV block; None for the attention backend's best.
-        num_gpu_blocks_override: Number of KV blocks, whatever memory there is; None to size the
-            pool from memory.
+        num_gpu_blocks_override: Number of KV blocks, up to 2**24, whatever memory there is; None to
+            size the pool from memory.
         gpu_memory_utilization: Share of the device's memory that the engine may fill with
             weights, activations and KV blocks; CUDA only.
         kv_cache_memory_bytes: Size of the KV pool in bytes; None to size it from memory.
@@ -179,15 +184,7 @@ class EngineConfig:
         for name in ("model", "step_log", "generation_config"):
             if isinstance(getattr(self, name), PathLike):
                 object.__setattr__(self, name, str(getattr(self, name)))
-        for name in ("max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
-            self._check_positive(name)
-        for name in (
-            "block_size",
-            "num_gpu_blocks_override",
-            "kv_cache_memory_bytes",
-        ):
-            if getattr(self, name) is not None:
-                self._check_positive(name)
+        self._check_sizes()
         self._check_ranks()
         share = self.gpu_memory_utilization
         if not isinstance(share, (int, float)) or not 0 < share <= 1:
@@ -219,7 +216,7 @@ class EngineConfig:
         if self.max_model_len == -1:
             object.__setattr__(self, "max_model_len", "auto")
         if self.max_model_len not in (None, "auto"):
-            self._check_positive("max_model_len")
+            check_size("max_model_len", self.max_model_len)
         limit = self.max_logprobs
         if not isinstance(limit, int) or isinstance(limit, bool) or limit < -1:
             raise ConfigError(
@@ -299,7 +296,19 @@ class EngineConfig:
             )
         return dtype
 
+    def _check_sizes(self) -> None:
+        check_size("max_num_seqs", self.max_num_seqs, most=MAX_NUM_SEQS)
+        check_size("max_num_batched_tokens", self.max_num_batched_tokens)
+        for name, most in (
+            ("block_size", MAX_COUNT),
+            ("num_gpu_blocks_override", MAX_NUM_BLOCKS),
+            ("kv_cache_memory_bytes", 2**63 - 1),
+        ):
+            if getattr(self, name) is not None:
+                check_size(name, getattr(self, name), most=most)
+
     def _check_ranks(self) -> None:
+        check_size("tensor_parallel_size", self.tensor_parallel_size)
         if self.tensor_parallel_size > MAX_TENSOR_PARALLEL_SIZE:
             raise ConfigError(
                 f"tensor_parallel_size must be from 1 to {MAX_TENSOR_PARALLEL_SIZE}, got "
@@ -328,11 +337,6 @@ class EngineConfig:
                     f"{name} must be a number of seconds in (0, {MAX_RANK_TIMEOUT_S}] (a week), "
                     f"got {seconds!r}"
                 )
-
-    def _check_positive(self, name: str) -> None:
-        value = getattr(self, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}")
 
     def _check_step_log(self) -> None:
         """Refuses, before anything is loaded, a file that cannot be made."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from nv_core import CapacityError
+from nv_core.config import MAX_NUM_BLOCKS
 from nv_kernels import LayerKVCache
 from nv_models import KVScales, ModelConfig
 from nv_runtime.step_memory import StepMemory
@@ -123,7 +124,7 @@ def size_kv_cache(
         available = min(free, max(CPU_DEFAULT_BYTES, needed * spec.block_bytes))
         source = "half of the free memory"
         remedy = "set kv_cache_memory_bytes"
-    count = min(max(available, 0) // spec.block_bytes, useful)
+    count = min(max(available, 0) // spec.block_bytes, useful, MAX_NUM_BLOCKS)
     if count < (1 if may_shorten else needed):
         fits = max(count, 0) * spec.block_size
         # A sequence has a prompt and an output token at least.

@@ -26,6 +26,9 @@ Floats = npt.NDArray[np.float64]
 HELD_OUT = 5
 """Every fifth step is held out."""
 
+MIN_STEPS = 4 * HELD_OUT
+"""Fewer tell too little."""
+
 MAX_RATIO = 3.0
 """Steps that take so many times as long as predicted, or as short, are not fitted: compiling."""
 
@@ -287,8 +290,8 @@ def _rows(logs: StepLog | Iterable[StepLog]) -> list[_Row]:
             for step, seconds in zip(log.steps, step_seconds(log), strict=True)
             if step.seq_ids and seconds > 0
         ]
-    if len(rows) < 4 * HELD_OUT:
-        raise ConfigError(f"a fit needs at least {4 * HELD_OUT} steps, the log has {len(rows)}")
+    if len(rows) < MIN_STEPS:
+        raise ConfigError(f"a fit needs at least {MIN_STEPS} steps, the log has {len(rows)}")
     return rows
 
 
@@ -311,10 +314,16 @@ def _fit(
     for _ in range(2):
         chosen = np.flatnonzero(kept & ~is_held_out)
         model = solve([rows[i] for i in chosen])
-        ratio = seconds / np.array([predict(model, row) for row in rows])
-        kept = (ratio < MAX_RATIO) & (ratio > 1 / MAX_RATIO)
-    tested = ratio[kept & is_held_out]
-    error = float(np.abs(1 / tested - 1).mean()) if tested.size else float("nan")
+        predicted = np.array([predict(model, row) for row in rows])
+        kept = (seconds < MAX_RATIO * predicted) & (predicted < MAX_RATIO * seconds)
+        if kept.sum() < MIN_STEPS:
+            raise ConfigError(
+                f"a fit needs at least {MIN_STEPS} steps that are alike, but only {kept.sum()} of "
+                f"{len(rows)} took from 1/{MAX_RATIO:g} to {MAX_RATIO:g} times as long as "
+                "predicted; look for times in the log that cannot be"
+            )
+    tested = (predicted / seconds)[kept & is_held_out]
+    error = float(np.abs(tested - 1).mean()) if tested.size else float("nan")
     return model, error, len(chosen), int((~kept).sum())
 
 

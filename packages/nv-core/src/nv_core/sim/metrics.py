@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -169,22 +169,16 @@ def _tokens(log: StepLog, index: Mapping[int, int]) -> tuple[Ints, Floats]:
     """Owner and time of every token that was sampled, in order of time."""
     counts = [len(step.sampled) for step in log.steps]
     done = np.array([step.done_s for step in log.steps], dtype=float)
-    return _owners(log, index, [step.sampled for step in log.steps]), np.repeat(done, counts)
+    return _owners(index, (step.sampled for step in log.steps)), np.repeat(done, counts)
 
 
-def _owners(log: StepLog, index: Mapping[int, int], ids: list[Any]) -> Ints:
+def _owners(index: Mapping[int, int], ids: Iterable[Iterable[int]]) -> Ints:
     """Turns lists of `seq_id` into one array of indices of requests."""
-    place = np.full(max(log.requests, default=0) + 1, -1, dtype=np.int64)
-    for seq_id in log.requests:
-        place[seq_id] = index[seq_id]
-    if not ids:
-        return np.zeros(0, dtype=np.int64)
-    owners: Ints = place[np.concatenate([np.asarray(part, dtype=np.int64) for part in ids])]
-    return owners
+    return np.fromiter(map(index.__getitem__, chain.from_iterable(ids)), dtype=np.int64)
 
 
 def _first_scheduled(log: StepLog, index: Mapping[int, int], num: int) -> Floats:
-    owner = _owners(log, index, [step.seq_ids for step in log.steps])
+    owner = _owners(index, (step.seq_ids for step in log.steps))
     launched = np.repeat(
         np.array([step.launched_s for step in log.steps], dtype=float),
         [len(step.seq_ids) for step in log.steps],
