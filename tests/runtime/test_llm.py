@@ -330,7 +330,11 @@ def test_unknown_options_name_the_nearest(checkpoint: Path) -> None:
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization must be in"),
         ({"tensor_parallel_size": 9}, "tensor_parallel_size must be from 1 to 8, got 9"),
         ({"distributed_executor": "ray"}, "distributed_executor must be one of mp, external"),
-        ({"distributed_executor_backend": "ray"}, "must be one of mp, external_launcher"),
+        ({"distributed_executor_backend": "ray"}, "must be one of uni, mp, external_launcher"),
+        (
+            {"distributed_executor_backend": "uni", "tensor_parallel_size": 2},
+            "'uni' is one process, but tensor_parallel_size=2 needs as many; use 'mp'",
+        ),
         ({"collective_backend": "mpi"}, "collective_backend must be one of auto, nccl, gloo"),
         *(
             ({name: seconds}, rf"{name} must be a number of seconds in \(0, 604800\]")

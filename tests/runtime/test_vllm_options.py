@@ -105,6 +105,30 @@ def test_a_number_is_not_a_bool() -> None:
         engine_config_of("m", {"pipeline_parallel_size": True})
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("cpu_offload_gb", 0.0),
+        ("pipeline_parallel_size", 1.0),
+        ("tokenizer", "m"),
+        ("tokenizer", Path("m")),
+        ("attention_config", {}),
+        ("compilation_config", {}),
+        ("compilation_config", 0),
+        ("structured_outputs_config", {}),
+        ("profiler_config", {}),
+        ("distributed_executor_backend", "uni"),
+    ],
+)
+def test_what_asks_for_nothing_is_accepted(name: str, value: object) -> None:
+    assert engine_config_of("m", {name: value}) == EngineConfig(model="m")
+
+
+def test_another_tokenizer_than_the_checkpoints_is_refused() -> None:
+    with pytest.raises(ConfigError, match="tokenizer='n' is not supported"):
+        engine_config_of("m", {"tokenizer": "n"})
+
+
 def test_unknown_options_name_the_nearest_of_all() -> None:
     with pytest.raises(TypeError, match=r"LLM\(\) .* did you mean 'trust_remote_code'"):
         engine_config_of("m", {"trust_remote_cod": True})

@@ -57,7 +57,7 @@ MAX_RANK_TIMEOUT_S = 7 * 24 * 3600
 DISTRIBUTED_EXECUTORS = ("mp", "external")
 COLLECTIVE_BACKENDS = ("auto", "nccl", "gloo")
 
-_EXECUTOR_OF_BACKEND = {"mp": "mp", "external_launcher": "external"}
+_EXECUTOR_OF_BACKEND = {"uni": "mp", "mp": "mp", "external_launcher": "external"}
 """vLLM's names of executors -> ours."""
 
 
@@ -94,7 +94,8 @@ class EngineConfig:
         distributed_executor: Who starts the ranks: "mp", this process, on this host, each on a
             device of its own from `device` on; or "external", a launcher such as torchrun, under
             which every rank runs the same program, with `LLM`. None is "mp".
-        distributed_executor_backend: vLLM's name of the same: "mp" or "external_launcher".
+        distributed_executor_backend: vLLM's name of the same: "mp", "external_launcher", or "uni"
+            for one rank, which starts none.
         collective_backend: How ranks talk while they compute: "nccl", "gloo", or "auto" for NCCL on
             CUDA and gloo on a CPU. With gloo, ranks can share a CUDA device, without CUDA graphs.
         fused_all_reduce: Whether ranks on GPUs sum small messages in one kernel with the addition
@@ -318,6 +319,11 @@ class EngineConfig:
         backend = self.distributed_executor_backend
         if backend is not None:
             self._check_choice("distributed_executor_backend", tuple(_EXECUTOR_OF_BACKEND))
+            if backend == "uni" and self.tensor_parallel_size > 1:
+                raise ConfigError(
+                    "distributed_executor_backend='uni' is one process, but tensor_parallel_size="
+                    f"{self.tensor_parallel_size} needs as many; use 'mp'"
+                )
             executor = _EXECUTOR_OF_BACKEND[backend]
             if self.distributed_executor not in (None, executor):
                 raise ConfigError(

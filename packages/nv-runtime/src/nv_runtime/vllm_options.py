@@ -36,9 +36,9 @@ _UNBUILT = {
     "additional_config": _Unbuilt(({},), "there are no plug-ins"),
     "allowed_local_media_path": _Unbuilt(("",), "only text models are served"),
     "allowed_media_domains": _Unbuilt((), "only text models are served"),
-    "attention_config": _Unbuilt((), "use attention_backend"),
+    "attention_config": _Unbuilt(({},), "use attention_backend"),
     "calculate_kv_scales": _Unbuilt((False,), "an fp8 KV cache has the checkpoint's scales, or 1"),
-    "compilation_config": _Unbuilt((), "use enforce_eager to switch CUDA graphs off"),
+    "compilation_config": _Unbuilt(({}, 0), "use enforce_eager to switch CUDA graphs off"),
     "config_format": _Unbuilt(("auto", "hf"), "a checkpoint has a config.json, or is a GGUF file"),
     "convert": _Unbuilt(("auto", "none"), "only text generation is served"),
     "cpu_offload_gb": _Unbuilt((0,), "weights stay on the device"),
@@ -62,11 +62,11 @@ _UNBUILT = {
     "model_impl": _Unbuilt(("auto", "vllm"), "see the README for the models that are served"),
     "pipeline_parallel_size": _Unbuilt((1,), "use tensor_parallel_size"),
     "pooler_config": _Unbuilt((), "only text generation is served"),
-    "profiler_config": _Unbuilt((), "use torch.profiler around the calls"),
+    "profiler_config": _Unbuilt(({},), "use torch.profiler around the calls"),
     "quantization": _Unbuilt((), "use an unquantised checkpoint"),
     "runner": _Unbuilt(("auto", "generate"), "only text generation is served"),
     "speculative_config": _Unbuilt((), "leave it out"),
-    "structured_outputs_config": _Unbuilt((), "leave it out"),
+    "structured_outputs_config": _Unbuilt(({},), "leave it out"),
     "task": _Unbuilt(("auto", "generate"), "only text generation is served"),
     "tokenizer": _Unbuilt((), "the tokenizer is the checkpoint's; or use skip_tokenizer_init"),
     "tokenizer_mode": _Unbuilt(("auto",), "the tokenizer is read from tokenizer.json"),
@@ -107,6 +107,9 @@ def engine_config_of(model: str, options: Mapping[str, Any]) -> EngineConfig:
     own = {field.name for field in fields(EngineConfig)}
     refuse_unknown_keywords("LLM", options, own | _UNBUILT.keys() | _WITHOUT_EFFECT)
     values = {name: value for name, value in options.items() if value is not None}
+    # Either may be a path.
+    if "tokenizer" in values and str(values["tokenizer"]) == str(model):
+        del values["tokenizer"]
     for name, value in values.items():
         if name not in own and name in _UNBUILT:
             _refuse_unless_harmless(name, value)
@@ -134,7 +137,8 @@ def refuse_unsupported(**arguments: object) -> None:
 def _refuse_unless_harmless(name: str, value: object) -> None:
     unbuilt = _UNBUILT[name]
     # `False == 0`, but an option that is a number is not switched off by a bool.
-    if any(value == other and type(value) is type(other) for other in unbuilt.harmless):
+    is_bool = isinstance(value, bool)
+    if any(value == other and isinstance(other, bool) == is_bool for other in unbuilt.harmless):
         return
     allowed = ", ".join(repr(other) for other in (*unbuilt.harmless, None))
     raise ConfigError(f"{name}={value!r} is not supported (only {allowed}); {unbuilt.advice}")

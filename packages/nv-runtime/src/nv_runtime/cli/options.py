@@ -176,7 +176,7 @@ ENGINE_FLAGS = (
     ),
     Flag("tensor_parallel_size", "Number of GPUs that share the model.", int),
     Flag("distributed_executor", "Who starts the ranks: mp, or external (torchrun)."),
-    Flag("distributed_executor_backend", "vLLM's name of that: mp or external_launcher."),
+    Flag("distributed_executor_backend", "vLLM's name of that: uni, mp or external_launcher."),
     Flag("collective_backend", "How ranks talk: auto, nccl or gloo."),
     Flag("fused_all_reduce", "Sum small messages over symmetric memory.", is_switch=True),
     Flag("rank_timeout_s", "Seconds that a step may take before ranks count as lost.", float),
