@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass, fields
 
 from nv_core.errors import ConfigError
+from nv_core.integers import shown
 from nv_core.keywords import refuse_unknown_keywords
 from nv_core.policies import Policy, PrefillFirst, check_policy
 
@@ -109,6 +110,6 @@ def check_size(name: str, value: object, *, most: int = MAX_COUNT) -> None:
         ConfigError: It is not.
     """
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}")
+        raise ConfigError(f"{name} must be an integer of at least 1, got {shown(value)}")
     if value > most:
-        raise ConfigError(f"{name} must be at most {most}, got {value}; lower it")
+        raise ConfigError(f"{name} must be at most {most}, got {shown(value)}; lower it")
