@@ -7,6 +7,7 @@ many shows up in the result.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -406,6 +407,13 @@ def test_errors_name_the_argument() -> None:
     for message, bad_query, bad_cache, bad_metadata in cases:
         with pytest.raises(KernelInputError, match=message):
             paged_attention(bad_query, bad_cache, bad_metadata, scale=0.25)
+    for bad_scale in (0.0, -1.0, float("inf"), float("nan"), "x", None, torch.tensor(0.25)):
+        scale: Any = bad_scale
+        with pytest.raises(KernelInputError, match=r"scale is .*, but must be a positive number"):
+            paged_attention(query, problem.kv_cache, metadata, scale=scale)
+    empty = LayerKVCache(key[..., :0], value[..., :0])
+    with pytest.raises(KernelInputError, match="head_dim 0, but a head must have dimensions"):
+        paged_attention(query[..., :0], empty, metadata, scale=0.25)
     fresh = FreshKV(query[:, :2], query[:, 2:])
     for message, bad_fresh in (
         ("fresh.key has shape", FreshKV(query, query)),

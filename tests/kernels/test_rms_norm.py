@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from kernel_oracles import (
+    BAD_EPS,
     DTYPES,
     Target,
     assert_close,
@@ -155,6 +158,15 @@ def test_the_row_is_rounded_before_the_weight(target: Target) -> None:
     assert (once != twice).double().mean() > 0.1
     # A normalised value that lies on a rounding boundary may fall to either side.
     assert (actual != twice).double().mean() < 0.01
+
+
+@pytest.mark.parametrize("eps", BAD_EPS)
+def test_eps_must_be_a_number_of_0_or_more(eps: Any) -> None:  # noqa: ANN401
+    x, weight = torch.ones(2, 8), torch.ones(8)
+    with pytest.raises(KernelInputError, match=r"eps is .*, but must be a number of 0 or more"):
+        rms_norm(x, weight, eps=eps)
+    with pytest.raises(KernelInputError, match=r"eps is .*, but must be a number of 0 or more"):
+        add_rms_norm(x, x, weight, eps=eps)
 
 
 def test_errors_name_the_argument() -> None:

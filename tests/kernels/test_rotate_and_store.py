@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernel_oracles import (
+    BAD_EPS,
     Target,
     assert_close,
     assert_same_bits,
@@ -236,6 +237,29 @@ def arguments() -> dict[str, Any]:
 def test_wrong_arguments_are_named(name: str, value: Tensor, message: str) -> None:
     with pytest.raises(KernelInputError, match=message):
         rotate_and_store(**{**arguments(), name: value})
+
+
+BAD_CHOICES: dict[str, tuple[Any, ...]] = {
+    "derived": ([], (), "x", 1),
+    "is_settled": (None, 0, "no", torch.ones(1)),
+    "eps": BAD_EPS,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, bad) for name, all_bad in BAD_CHOICES.items() for bad in all_bad]
+)
+def test_choices_that_are_none_are_named(name: str, value: Any) -> None:  # noqa: ANN401
+    with pytest.raises(KernelInputError, match=f"{name} is .*, but must be a"):
+        rotate_and_store(**arguments(), **{name: value})
+
+
+def test_heads_without_dimensions_are_named() -> None:
+    given = arguments()
+    for name in ("qkv", "cos_sin_cache", "key_cache", "value_cache"):
+        given[name] = given[name][..., :0]
+    with pytest.raises(KernelInputError, match="head_dim 0, but it must be even, and at least 2"):
+        rotate_and_store(**given)
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch"])

@@ -1,4 +1,7 @@
-"""Every op refuses what its contract wants contiguous: a kernel would read other elements."""
+"""Every op refuses what is no tensor, and what its contract wants contiguous and is not.
+
+A kernel would read other elements of the latter.
+"""
 
 from __future__ import annotations
 
@@ -146,3 +149,12 @@ def test_a_strided_last_dimension_is_refused(
     assert taken[name].stride(-1) == 2
     with pytest.raises(KernelInputError, match=rf"{name} has stride 2 in its last dimension"):
         op(**taken, **others)
+
+
+@pytest.mark.parametrize(("op", "tensors", "others", "name"), CASES)
+def test_what_is_no_tensor_is_refused(
+    op: Callable[..., object], tensors: dict[str, Tensor], others: dict[str, Any], name: str
+) -> None:
+    for value in ([0, 1], "x", 1.5, tensors[name].numpy()):
+        with pytest.raises(KernelInputError, match=rf"{name} is .*, but must be a tensor"):
+            op(**{**tensors, name: value}, **others)

@@ -24,6 +24,7 @@ HAS_CUDA = torch.cuda.is_available()
 # Looked for, not imported: tests/kernels/conftest.py decides how Triton is first imported.
 HAS_TRITON = find_spec("triton") is not None
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+BAD_EPS = ("x", None, -1e-6, float("nan"), float("inf"), torch.tensor(1e-6))
 
 
 @dataclass(frozen=True)

@@ -7,19 +7,32 @@ fulfil (slots inside the cache, positions inside the table) stands in each op's 
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from nv_kernels.errors import KernelInputError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import Tensor
-
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+def check_is_tensor(name: str, value: object) -> None:
+    """Raises unless an argument is a tensor; for ops that look at it before `check_tensor` does.
+
+    Raises:
+        KernelInputError: It is something else.
+    """
+    if not isinstance(value, Tensor):
+        raise KernelInputError(
+            f"{name} is a {type(value).__name__}, but must be a tensor. Make one with "
+            "torch.tensor(...)."
+        )
 
 
 def check_tensor(
@@ -42,8 +55,9 @@ def check_tensor(
         device: The device that the tensor must be on; None where any will do.
 
     Raises:
-        KernelInputError: The shape, dtype or device differs.
+        KernelInputError: It is no tensor, or its shape, dtype or device differs.
     """
+    check_is_tensor(name, tensor)
     shape = tensor.shape
     if not _fits(shape, sizes):
         wanted = ", ".join("any" if size is None else str(size) for size in sizes)
@@ -71,6 +85,29 @@ def _fits(shape: Sequence[int], sizes: Sequence[int | None]) -> bool:
         if want is not None and want != got:
             return False
     return True
+
+
+def check_eps(eps: float) -> None:
+    """Raises unless a norm can add `eps` to a mean square.
+
+    Raises:
+        KernelInputError: It is no number, negative, infinite or NaN.
+    """
+    if not isinstance(eps, (int, float)) or not 0 <= eps < inf:
+        raise KernelInputError(
+            f"eps is {eps!r}, but must be a number of 0 or more. Pass what the model's config says."
+        )
+
+
+def check_bool(name: str, value: object) -> None:
+    """Raises unless a flag is a bool.
+
+    Raises:
+        KernelInputError: It is something else, a tensor for example, which the host cannot read
+            without waiting for the device.
+    """
+    if not isinstance(value, bool):
+        raise KernelInputError(f"{name} is {value!r}, but must be a bool. Pass True or False.")
 
 
 def check_last_dim_contiguous(name: str, tensor: Tensor) -> None:

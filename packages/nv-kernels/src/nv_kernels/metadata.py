@@ -6,18 +6,22 @@ are passed as arguments to every op that needs them. Read `ops/attention.py` nex
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, fields
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from nv_kernels.checks import check_tensor
+from nv_kernels.checks import check_bool, check_is_tensor, check_tensor
 from nv_kernels.errors import KernelInputError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+
+_MAX_INT32 = 2**31 - 1
 
 
 class LayerKVCache(NamedTuple):
@@ -59,7 +63,8 @@ class AttentionMetadata:
     (their context length must be 0 too), which must follow the real ones, and tokens after the
     last sequence (their slot should be -1).
 
-    All tensors are int32 and on one device. Their contents are trusted, not checked.
+    All tensors are int32 and on one device. Their contents are trusted, not checked, and must stay
+    as they are once an op has got them: what it works out from them is kept in `derived`.
     """
 
     cu_seqlens_q: Tensor
@@ -82,14 +87,16 @@ class AttentionMetadata:
     all ops that get this metadata. Kernels may then read them before that one has ended."""
     derived: dict[str, object] = field(default_factory=dict, init=False, repr=False)
     """What a backend works out once for all layers of the step, by a key of its own. A copy with
-    other tensors (`dataclasses.replace`) begins with none."""
+    other tensors (`dataclasses.replace`, `copy.deepcopy`) begins with none."""
 
     def __post_init__(self) -> None:
         """Checks that the parts describe the same batch.
 
         Raises:
-            KernelInputError: A shape, dtype or device disagrees, or a limit is negative.
+            KernelInputError: A shape, dtype or device disagrees, a limit is no length, or
+                `is_settled` no bool.
         """
+        check_is_tensor("cu_seqlens_q", self.cu_seqlens_q)
         device = self.cu_seqlens_q.device
         int32 = (torch.int32,)
         check_tensor("cu_seqlens_q", self.cu_seqlens_q, "[num_seqs + 1]", [None], dtypes=int32)
@@ -120,11 +127,17 @@ class AttentionMetadata:
             ("max_context_len", self.max_context_len),
             ("min_query_len", self.min_query_len),
         ):
-            if limit < 0:
+            if not isinstance(limit, int) or isinstance(limit, bool) or limit < 0:
                 raise KernelInputError(
-                    f"{name} is {limit}, but a length in tokens is 0 or more. "
+                    f"{name} is {limit!r}, but a length in tokens is an integer of 0 or more. "
                     "Pass the true length of the batch."
                 )
+        check_bool("is_settled", self.is_settled)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AttentionMetadata:
+        """Copies the tensors, and nothing that was worked out from them."""
+        values = {f.name: deepcopy(getattr(self, f.name), memo) for f in fields(self) if f.init}
+        return AttentionMetadata(**values)
 
     @property
     def num_seqs(self) -> int:
@@ -153,7 +166,7 @@ class AttentionMetadata:
         Args:
             query_lens: Query tokens of each sequence in this step.
             context_lens: Tokens of each sequence in the cache, those of this step included.
-            block_tables: Block ids of each sequence, enough for its context.
+            block_tables: Block ids of each sequence, enough for its context; -1 may pad them.
             block_size: Tokens per block.
             device: Where the tensors are made.
 
@@ -161,15 +174,20 @@ class AttentionMetadata:
             The metadata; every query token has a slot.
 
         Raises:
-            KernelInputError: The lists differ in length, a query is longer than its context, or a
-                block table is too short for its context.
+            KernelInputError: The lists differ in length, hold what is no length or block id, a
+                query is longer than its context, or a block table is too short for its context.
         """
+        _check_integers("block_size", [block_size], least=1)
         if not len(query_lens) == len(context_lens) == len(block_tables):
             raise KernelInputError(
                 f"query_lens, context_lens and block_tables have {len(query_lens)}, "
                 f"{len(context_lens)} and {len(block_tables)} entries, but must have one per "
                 "sequence. Pass lists of equal length."
             )
+        _check_integers("query_lens", query_lens)
+        _check_integers("context_lens", context_lens)
+        # Every slot of a block must have a number.
+        last_block = (_MAX_INT32 + 1) // block_size - 1
         slots: list[int] = []
         for seq, (query_len, context_len, blocks) in enumerate(
             zip(query_lens, context_lens, block_tables, strict=True)
@@ -180,6 +198,10 @@ class AttentionMetadata:
                     f"and {len(blocks)} blocks of {block_size} tokens, but the query must fit in "
                     "the context and the context in the blocks. Correct the lengths or add blocks."
                 )
+            num_used = -(-context_len // block_size)
+            name = f"block_tables[{seq}]"
+            _check_integers(name, blocks[:num_used], most=last_block)
+            _check_integers(name, blocks[num_used:], least=-1, most=last_block)
             slots += [
                 blocks[position // block_size] * block_size + position % block_size
                 for position in range(context_len - query_len, context_len)
@@ -199,3 +221,14 @@ class AttentionMetadata:
             max_context_len=max(context_lens, default=0),
             min_query_len=min((query_len for query_len in query_lens if query_len), default=0),
         )
+
+
+def _check_integers(
+    name: str, values: Sequence[int], *, least: int = 0, most: int = _MAX_INT32
+) -> None:
+    for value in values:
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            raise KernelInputError(
+                f"{name} has {value!r}, but must have integers from {least} to {most}. Pass "
+                "lengths in tokens and ids of blocks that exist."
+            )

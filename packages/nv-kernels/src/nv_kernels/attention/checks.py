@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING
 
 from nv_kernels.checks import FLOAT_DTYPES, check_last_dim_contiguous, check_tensor
@@ -74,10 +75,14 @@ def check_attention_inputs(
             f"query has {num_heads} heads and kv_cache {num_kv_heads}, but each key head must "
             "serve the same number of query heads. Make num_heads a multiple of num_kv_heads."
         )
-    if not scale > 0:
+    if head_dim == 0:
         raise KernelInputError(
-            f"scale is {scale}, but must be positive. Pass head_dim ** -0.5, or what the model's "
-            "config says instead; for a negative one, negate the query."
+            "query and kv_cache have head_dim 0, but a head must have dimensions. Pass whole heads."
+        )
+    if not isinstance(scale, (int, float)) or not 0 < scale < inf:
+        raise KernelInputError(
+            f"scale is {scale!r}, but must be a positive number. Pass head_dim ** -0.5, or what "
+            "the model's config says instead; for a negative one, negate the query."
         )
     reach = metadata.block_table.shape[1] * block_size
     if metadata.num_seqs > 0 and metadata.max_context_len > reach:

@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nv_kernels.checks import FLOAT_DTYPES, check_last_dim_contiguous, check_tensor
+from nv_kernels.checks import (
+    FLOAT_DTYPES,
+    check_eps,
+    check_is_tensor,
+    check_last_dim_contiguous,
+    check_tensor,
+)
 from nv_kernels.dispatch import choose_implementation
 from nv_kernels.errors import KernelInputError
 from nv_kernels.reference.rms_norm import add_rms_norm as add_rms_norm_reference
@@ -38,7 +44,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, backend: str = "auto") ->
 
     Source: "Root Mean Square Layer Normalization" (arXiv:1910.07467).
     """
-    _check_norm(x, weight)
+    _check_norm(x, weight, eps)
     if choose_implementation(backend, x.device) == "triton":
         from nv_kernels.triton.rms_norm import rms_norm as rms_norm_triton
 
@@ -69,7 +75,8 @@ def add_rms_norm(
     Raises:
         KernelInputError: A shape, dtype, device or stride disagrees.
     """
-    _check_norm(residual, weight, name="residual")
+    _check_norm(residual, weight, eps, name="residual")
+    check_is_tensor("x", x)
     if x.dim() == residual.dim() + 1 and x.shape[0] == 1:
         x = x[0]
     if x.dim() == residual.dim() + 1:
@@ -92,7 +99,8 @@ def add_rms_norm(
     return add_rms_norm_reference(x, residual, weight, eps=eps)
 
 
-def _check_norm(x: Tensor, weight: Tensor, *, name: str = "x") -> None:
+def _check_norm(x: Tensor, weight: Tensor, eps: float, *, name: str = "x") -> None:
+    check_is_tensor(name, x)
     if x.dim() == 0:
         raise KernelInputError(
             f"{name} is a scalar, but must be [..., n]. Pass rows, or add a dimension with [None]."
@@ -100,3 +108,4 @@ def _check_norm(x: Tensor, weight: Tensor, *, name: str = "x") -> None:
     check_tensor(name, x, "[..., n]", x.shape, dtypes=FLOAT_DTYPES)
     check_tensor("weight", weight, "[n]", x.shape[-1:], dtypes=(x.dtype,), device=x.device)
     check_last_dim_contiguous("weight", weight)
+    check_eps(eps)

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nv_kernels.checks import INDEX_DTYPES, check_last_dim_contiguous, check_tensor
+from nv_kernels.checks import (
+    INDEX_DTYPES,
+    check_bool,
+    check_eps,
+    check_last_dim_contiguous,
+    check_tensor,
+)
 from nv_kernels.cpu.rotate_and_store import plan_rotation
 from nv_kernels.cpu.rotate_and_store import rotate_and_store as rotate_and_store_cpu
 from nv_kernels.dispatch import choose_implementation
@@ -78,7 +84,8 @@ def rotate_and_store(
         [num_tokens, num_heads, head_dim].
 
     Raises:
-        KernelInputError: A shape, dtype, device or stride disagrees, or a scale is not positive.
+        KernelInputError: A shape, dtype, device or stride disagrees, or a scale, `eps` or flag is
+            not allowed.
 
     Source: see the three ops that it joins.
     """
@@ -90,10 +97,10 @@ def rotate_and_store(
     )
     check_scales(key_cache.dtype, k_scale, v_scale)
     num_kv_heads, head_dim = key_cache.shape[2:]
-    if head_dim % 2:
+    if head_dim % 2 or head_dim == 0:
         raise KernelInputError(
-            f"key_cache has head_dim {head_dim}, but it must be even: dimensions are rotated in "
-            "pairs. Pad the heads with zeros."
+            f"key_cache has head_dim {head_dim}, but it must be even, and at least 2: dimensions "
+            "are rotated in pairs. Pad the heads with zeros."
         )
     layout = "[num_tokens, num_heads + 2 * num_kv_heads, head_dim]"
     check_tensor(
@@ -138,6 +145,12 @@ def rotate_and_store(
         ("value_cache", value_cache),
     ):
         check_last_dim_contiguous(name, tensor)
+    check_eps(eps)
+    check_bool("is_settled", is_settled)
+    if derived is not None and not isinstance(derived, dict):
+        raise KernelInputError(
+            f"derived is {derived!r}, but must be a dict or None. Pass AttentionMetadata.derived."
+        )
     if backend == "auto" and device.type == "cpu":
         plan = plan_rotation(
             positions,

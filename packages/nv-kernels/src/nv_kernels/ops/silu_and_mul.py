@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nv_kernels.checks import FLOAT_DTYPES, check_tensor
+from nv_kernels.checks import FLOAT_DTYPES, check_is_tensor, check_tensor
 from nv_kernels.dispatch import choose_implementation
 from nv_kernels.errors import KernelInputError
 from nv_kernels.reference.silu_and_mul import silu_and_mul as silu_and_mul_reference
@@ -29,6 +29,7 @@ def silu_and_mul(gate_up: Tensor, *, backend: str = "auto") -> Tensor:
 
     Source: "GLU Variants Improve Transformer" (arXiv:2002.05202).
     """
+    check_is_tensor("gate_up", gate_up)
     check_tensor("gate_up", gate_up, "[..., 2 * n]", gate_up.shape, dtypes=FLOAT_DTYPES)
     if gate_up.dim() == 0 or gate_up.shape[-1] % 2:
         raise KernelInputError(

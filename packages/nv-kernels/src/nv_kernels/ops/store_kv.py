@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nv_kernels.checks import INDEX_DTYPES, check_last_dim_contiguous, check_tensor
+from nv_kernels.checks import (
+    INDEX_DTYPES,
+    check_is_tensor,
+    check_last_dim_contiguous,
+    check_tensor,
+)
 from nv_kernels.dispatch import choose_implementation
 from nv_kernels.kv_quantisation import check_scales, stored_dtypes
 from nv_kernels.reference.store_kv import store_kv as store_kv_reference
@@ -47,6 +52,7 @@ def store_kv(
 
     Source: "PagedAttention", section 4.2 (arXiv:2309.06180).
     """
+    check_is_tensor("key_cache", key_cache)
     dtypes, device = (key_cache.dtype,), key_cache.device
     cache_layout = "[num_blocks, block_size, num_kv_heads, head_dim]"
     check_tensor("key_cache", key_cache, cache_layout, [None] * 4, dtypes=dtypes)
