@@ -126,6 +126,14 @@ def test_ranks_have_the_rates_of_all_their_devices() -> None:
         ("latency --output-len 0", "'--output-len'"),
         ("startup --input-len 0", "'--input-len'"),
         ("startup --num-iters-warm -1", "'--num-iters-warm'"),
+        (
+            "startup --num-iters-cold 0 --num-iters-warm 0",
+            "--num-iters-cold and --num-iters-warm are both 0",
+        ),
+        (
+            "startup --num-iters-cold 0 --num-iters-warmup 0 --num-iters-warm 0",
+            "--num-iters-cold and --num-iters-warm are both 0",
+        ),
     ],
 )
 def test_what_cannot_be_measured_or_written_is_refused_before_anything_is_loaded(

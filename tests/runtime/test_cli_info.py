@@ -122,6 +122,20 @@ def test_a_gpu_can_be_planned_for_where_there_is_none(
     assert here["model"]["dtype"] == "float32"
 
 
+def test_memory_of_a_machine_without_gpu_is_planned_as_the_engine_would_use_it_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(tmp_path, TinySpec(dtype=torch.bfloat16))
+    flags = ["--json", "--device", "cpu"]
+    planned = json.loads(run_info(capsys, str(tmp_path), *flags, "--memory", "24GiB"))
+    assert planned["model"]["dtype"] == "float32"
+    assert planned["fit"]["memory_bytes"] == 24 * GIB
+    monkeypatch.setattr(plan, "available_cpu_bytes", lambda: 24 * GIB)
+    here = json.loads(run_info(capsys, str(tmp_path), *flags))
+    assert here["model"] == planned["model"]
+    assert here["fit"] == {**planned["fit"], "memory": "free memory of this machine"}
+
+
 def test_a_config_without_weights_is_enough(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -142,7 +156,7 @@ def test_what_does_not_fit_is_said(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 # Many sequences fill the default share of the memory; few never need as much.
-@pytest.mark.parametrize("num_seqs", [10**9, 3])
+@pytest.mark.parametrize("num_seqs", [2**16, 3])
 def test_memory_is_planned_as_the_engine_divides_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_seqs: int
 ) -> None:

@@ -333,6 +333,10 @@ def startup(
     Cold starts find no compiled Triton kernels; warm ones find those of the warm-up. Neither drops
     the machine's page cache. A table says where the time of the median run went.
     """
+    if num_iters_cold == num_iters_warm == 0:
+        raise click.UsageError(
+            "--num-iters-cold and --num-iters-warm are both 0, which measures nothing; raise one"
+        )
     from nv_runtime.bench.environment import describe_environment
     from nv_runtime.bench.shapes import materialised
     from nv_runtime.bench.startup import median_run, run_startup, summarise_startup

@@ -28,7 +28,7 @@ __all__ = ["info"]
     "--memory",
     callback=parsed_by(parse_bytes),
     metavar="BYTES",
-    help="Size of a GPU to plan for, as in 24GiB, instead of this machine.",
+    help="Memory to plan for, as in 24GiB, instead of this machine's: a GPU's unless --device cpu.",
 )
 @click.option(
     "--gpu-memory-utilization",
@@ -70,8 +70,9 @@ def info(
         gpu_memory_utilization=gpu_memory_utilization,
     )
     checkpoint = open_checkpoint(resolve_model(model, revision=revision, with_weights=False))
-    # A size of memory stands for a GPU, which need not be here.
-    target = torch.device("cuda") if memory is not None else engine.resolve_device()
+    # A size of memory stands for a GPU, which need not be here, unless the device is another.
+    is_planned = memory is not None and device.partition(":")[0] in ("auto", "cuda")
+    target = torch.device("cuda") if is_planned else engine.resolve_device()
     loaded_dtype = engine.resolve_dtype(checkpoint.config.dtype, target)
     facts = gather_facts(checkpoint, loaded_dtype, engine.resolve_kv_cache_dtype(loaded_dtype))
     fit = fit_memory(

@@ -156,7 +156,7 @@ def fit_memory(
         engine: The limits, the share of memory and the dtype of the KV cache.
         device: Where it would run.
         dtype: Of weights and activations.
-        memory_bytes: Size of a GPU to plan for; None for what `device` has now.
+        memory_bytes: Memory of such a device to plan for; None for what `device` has now.
     """
     weight_bytes = count_parameters(config) * dtype.itemsize
     token_bytes = kv_bytes_per_token(config, engine.resolve_kv_cache_dtype(dtype))
@@ -170,18 +170,20 @@ def fit_memory(
         use_graphs=_uses_graphs(config, engine, device, dtype, is_here=memory_bytes is None),
     ).total_bytes
     share = engine.gpu_memory_utilization
-    if memory_bytes is not None:
+    if device.type == "cpu":
+        memory, usable = "memory to plan for", memory_bytes
+        if usable is None:
+            memory, usable = "free memory of this machine", available_cpu_bytes()
+        one_sequence = config.max_position_embeddings * token_bytes
+        left = min((usable - weight_bytes) // 2, max(CPU_DEFAULT_BYTES, one_sequence))
+    elif memory_bytes is not None:
         memory, usable = "memory to plan for", int(memory_bytes * share)
         left = usable - weight_bytes - reserve
-    elif device.type == "cuda":
+    else:
         free, total = torch.cuda.mem_get_info(device)
         memory = f"{torch.cuda.get_device_name(device)}, {share:.0%} of it less what is in use"
         usable = int(total * share) - (total - free)
         left = usable - weight_bytes - reserve
-    else:
-        memory, usable = "free memory of this machine", available_cpu_bytes()
-        one_sequence = config.max_position_embeddings * token_bytes
-        left = min((usable - weight_bytes) // 2, max(CPU_DEFAULT_BYTES, one_sequence))
     # The engine makes no more than all sequences at full length could use.
     useful = engine.max_num_seqs * config.max_position_embeddings * token_bytes
     left = min(left, useful)
