@@ -45,7 +45,7 @@ async def listen(llm: AsyncLLM, name: str, question: str) -> None:
 async def main() -> None:
     """Loads the model and serves everybody at the same time."""
     model = sys.argv[1] if len(sys.argv) > 1 else "Qwen/Qwen3-0.6B"
-    async with AsyncLLM(model, max_model_len=2048) as llm:
+    async with AsyncLLM(model, max_model_len="auto") as llm:
         await asyncio.gather(*(listen(llm, name, text) for name, text in QUESTIONS.items()))
 
 

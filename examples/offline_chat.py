@@ -22,7 +22,7 @@ CONVERSATIONS = [
 def main() -> None:
     """Loads the model, chats and prints the answers."""
     model = sys.argv[1] if len(sys.argv) > 1 else "Qwen/Qwen3-0.6B"
-    with LLM(model, max_model_len=2048) as llm:
+    with LLM(model, max_model_len="auto") as llm:
         outputs = llm.chat(
             CONVERSATIONS,
             SamplingParams(temperature=0.0, max_tokens=64),

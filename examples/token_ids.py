@@ -17,7 +17,7 @@ def main() -> None:
     model = sys.argv[1] if len(sys.argv) > 1 else "Qwen/Qwen3-0.6B"
     shared = list(range(100, 612))
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-    with LLM(model, skip_tokenizer_init=True, max_model_len=1024) as llm:
+    with LLM(model, skip_tokenizer_init=True, max_model_len="auto") as llm:
         for ending in ([7, 8], [9, 10, 11]):
             prompt: TokensPrompt = {"prompt_token_ids": [*shared, *ending]}
             (output,) = llm.generate(prompt, params, use_tqdm=False)

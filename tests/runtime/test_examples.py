@@ -1,4 +1,4 @@
-"""The examples run as they stand, on a tiny model in the place of a real one."""
+"""The examples run as they stand, on a tiny model of few positions in the place of a real one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    spec = tiny_checkpoints.TinySpec(max_position_embeddings=2048, vocab_size=700)
+    spec = tiny_checkpoints.TinySpec(max_position_embeddings=600, vocab_size=700)
     return tiny_checkpoints.write_checkpoint(tmp_path_factory.mktemp("tiny"), spec, tokenizer=True)
 
 
