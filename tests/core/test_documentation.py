@@ -1,10 +1,13 @@
 """The code of the README and the examples run, and print what the README says they print."""
 
+import ast
+import builtins
 import dataclasses
 import re
 import runpy
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -40,6 +43,50 @@ def test_readme_snippet_runs(index: int, capsys: pytest.CaptureFixture[str]) -> 
     code, output = SNIPPETS[index]
     exec(compile(code, f"{README.name} snippet {index}", "exec"), {})
     assert capsys.readouterr().out == output
+
+
+PAGES = sorted(
+    path
+    for pattern in ("README.md", "docs/*.md", "packages/*/README.md")
+    for path in ROOT.glob(pattern)
+    if snippets_of(path)
+)
+
+
+def names_missing_in(codes: Iterable[str]) -> set[str]:
+    """Names that pieces of code, run one after the other, use before anything has made them."""
+    made = set(dir(builtins))
+    missing: set[str] = set()
+    for code in codes:
+        tree = ast.parse(code)
+        compile(tree, "snippet", "exec")
+        used: set[str] = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name):
+                (used if isinstance(node.ctx, ast.Load) else made).add(node.id)
+            elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                made.add(node.name)
+            elif isinstance(node, ast.arg):
+                made.add(node.arg)
+            elif isinstance(node, ast.alias):
+                made.add((node.asname or node.name).partition(".")[0])
+        missing |= used - made
+    return missing
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_code_on_a_page_needs_nothing_that_is_not_there(path: Path) -> None:
+    assert names_missing_in(code for code, _ in snippets_of(path)) == set()
+
+
+@pytest.mark.parametrize(
+    ("code", "missing"),
+    [("print(x)", {"x"}), ("import a.b as c; c.d; a", {"a"}), ("x = 1; x", set())],
+)
+def test_names_that_are_missing_are_found(code: str, missing: set[str]) -> None:
+    assert names_missing_in([code]) == missing
+    with pytest.raises(SyntaxError):
+        names_missing_in([code, "async for x in y: pass"])
 
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.stem)
