@@ -204,7 +204,7 @@ def test_knowing_that_there_are_no_decode_steps_changes_nothing(target: Target) 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan")])
 def test_the_scale_must_be_positive(target: Target, scale: float) -> None:
     problem = dataclasses.replace(decode_problem([5], target), scale=scale)
-    with pytest.raises(KernelInputError, match=r"scale is .*, but must be positive"):
+    with pytest.raises(KernelInputError, match=r"scale is .*, but must be a positive number"):
         problem.run(target.backend)
 
 

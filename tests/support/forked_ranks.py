@@ -49,7 +49,7 @@ def is_running(pid: int) -> bool:
     """Whether a process is alive; a zombie is not, though nobody may be there to bury it."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the second one if it ends meanwhile
         return False
     return stat.rpartition(")")[2].split()[0] != "Z"
 
