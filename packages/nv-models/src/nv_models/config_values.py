@@ -106,31 +106,25 @@ class ConfigValues:
 
     def optional_texts(self, name: str) -> tuple[str, ...] | None:
         """Returns a list of strings, or None for an absent or null field."""
-        value = self._values.get(name)
-        if value is None:
-            return None
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise self._error(name, value, "a list of strings")
-        return tuple(value)
+        return self._optional_list(name, {str}, "a list of strings")
 
     def optional_integers(self, name: str) -> tuple[int, ...] | None:
         """Returns a list of integers, or None for an absent or null field."""
+        return self._optional_list(name, {int}, "a list of integers")
+
+    def optional_numbers(self, name: str) -> tuple[float, ...] | None:
+        """Returns a list of numbers as floats, or None for an absent or null field."""
+        numbers = self._optional_list(name, {int, float}, "a list of numbers")
+        return None if numbers is None else tuple(map(float, numbers))
+
+    def _optional_list(self, name: str, types: set[type], wanted: str) -> tuple[Any, ...] | None:
         value = self._values.get(name)
         if value is None:
             return None
         # By exact type: a boolean is an integer to isinstance.
-        if not isinstance(value, list) or not {type(item) for item in value} <= {int}:
-            raise self._error(name, value, "a list of integers")
+        if not isinstance(value, list) or not set(map(type, value)) <= types:
+            raise self._error(name, value, wanted)
         return tuple(value)
-
-    def optional_numbers(self, name: str) -> tuple[float, ...] | None:
-        """Returns a list of numbers as floats, or None for an absent or null field."""
-        value = self._values.get(name)
-        if value is None:
-            return None
-        if not isinstance(value, list) or not {type(item) for item in value} <= {int, float}:
-            raise self._error(name, value, "a list of numbers")
-        return tuple(float(item) for item in value)
 
     def _get(self, name: str, default: Any) -> Any:  # noqa: ANN401 - JSON values, checked above
         value = self._values.get(name)
