@@ -26,8 +26,18 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 _DEFAULT_TRACE = "nv-trace.json"
 
-_COUNT = click.IntRange(min=1)
-_COUNT_OR_NONE = click.IntRange(min=0)
+
+def _count_option(
+    *names: str, default: int, help_text: str, least: int = 1
+) -> Callable[[_Command], _Command]:
+    """An option that counts something, shown with its default."""
+    return click.option(
+        *names,
+        type=click.IntRange(min=least),
+        default=default,
+        show_default=True,
+        help=help_text,
+    )
 
 
 def _check_writable(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
@@ -74,9 +84,7 @@ def _device_options(command: _Command) -> _Command:
         callback=_check_writable,
         help=f"Afterwards, write a Perfetto trace of some steps (to {_DEFAULT_TRACE}, or a PATH).",
     )(command)
-    command = click.option(
-        "--profile-steps", type=_COUNT, default=100, show_default=True, help="Steps to trace."
-    )(command)
+    command = _count_option("--profile-steps", default=100, help_text="Steps to trace.")(command)
     command = click.option(
         "--roofline/--no-roofline",
         default=True,
@@ -103,23 +111,9 @@ def _sampling_flag(command: _Command) -> _Command:
     default="random",
     help="Where prompts come from.",
 )
-@click.option("--num-prompts", type=_COUNT, default=1000, show_default=True, help="Requests.")
-@click.option(
-    "--input-len",
-    "--random-input-len",
-    type=_COUNT,
-    default=1024,
-    show_default=True,
-    help="Mean prompt tokens.",
-)
-@click.option(
-    "--output-len",
-    "--random-output-len",
-    type=_COUNT,
-    default=128,
-    show_default=True,
-    help="Mean output tokens.",
-)
+@_count_option("--num-prompts", default=1000, help_text="Requests.")
+@_count_option("--input-len", "--random-input-len", default=1024, help_text="Mean prompt tokens.")
+@_count_option("--output-len", "--random-output-len", default=128, help_text="Mean output tokens.")
 @click.option(
     "--random-range-ratio",
     type=click.FloatRange(min=0, max=1, max_open=True),
@@ -127,22 +121,11 @@ def _sampling_flag(command: _Command) -> _Command:
     show_default=True,
     help="Lengths vary by this share of the mean, both ways.",
 )
-@click.option(
-    "--prefix-len",
-    "--random-prefix-len",
-    type=_COUNT_OR_NONE,
-    default=0,
-    show_default=True,
-    help="Common prefix.",
+@_count_option(
+    "--prefix-len", "--random-prefix-len", default=0, help_text="Common prefix.", least=0
 )
-@click.option(
-    "--num-iters-warmup",
-    type=_COUNT_OR_NONE,
-    default=1,
-    show_default=True,
-    help="Runs not counted.",
-)
-@click.option("--num-iters", type=_COUNT, default=1, show_default=True, help="Runs that count.")
+@_count_option("--num-iters-warmup", default=1, help_text="Runs not counted.", least=0)
+@_count_option("--num-iters", default=1, help_text="Runs that count.")
 @_device_options
 @engine_options
 @common_options
@@ -214,19 +197,11 @@ def throughput(
 
 @bench.command(short_help="Latency of one batch at a time.")
 @_bench_options
-@click.option("--input-len", type=_COUNT, default=32, show_default=True, help="Prompt tokens.")
-@click.option("--output-len", type=_COUNT, default=128, show_default=True, help="Output tokens.")
-@click.option(
-    "--batch-size", type=_COUNT, default=8, show_default=True, help="Requests in a batch."
-)
-@click.option(
-    "--num-iters-warmup",
-    type=_COUNT_OR_NONE,
-    default=10,
-    show_default=True,
-    help="Batches not counted.",
-)
-@click.option("--num-iters", type=_COUNT, default=30, show_default=True, help="Batches that count.")
+@_count_option("--input-len", default=32, help_text="Prompt tokens.")
+@_count_option("--output-len", default=128, help_text="Output tokens.")
+@_count_option("--batch-size", default=8, help_text="Requests in a batch.")
+@_count_option("--num-iters-warmup", default=10, help_text="Batches not counted.", least=0)
+@_count_option("--num-iters", default=30, help_text="Batches that count.")
 @_device_options
 @engine_options
 @common_options
@@ -291,28 +266,10 @@ def latency(
 
 @bench.command(short_help="Time from the start of a process to its first token.")
 @_bench_options
-@click.option("--input-len", type=_COUNT, default=128, show_default=True, help="Prompt tokens.")
-@click.option(
-    "--num-iters-cold",
-    type=_COUNT_OR_NONE,
-    default=1,
-    show_default=True,
-    help="Starts with no compiled kernels.",
-)
-@click.option(
-    "--num-iters-warmup",
-    type=_COUNT_OR_NONE,
-    default=1,
-    show_default=True,
-    help="Starts not counted.",
-)
-@click.option(
-    "--num-iters-warm",
-    type=_COUNT_OR_NONE,
-    default=3,
-    show_default=True,
-    help="Starts after these.",
-)
+@_count_option("--input-len", default=128, help_text="Prompt tokens.")
+@_count_option("--num-iters-cold", default=1, help_text="Starts with no compiled kernels.", least=0)
+@_count_option("--num-iters-warmup", default=1, help_text="Starts not counted.", least=0)
+@_count_option("--num-iters-warm", default=3, help_text="Starts after these.", least=0)
 @engine_options
 @common_options
 @click.pass_obj
